@@ -1,0 +1,309 @@
+"""The nouns of pjax: frozen records that cross module borders, callable types, and the axes.
+
+Axes, as written in every docstring: `batch`, `seq` (query tokens), `kv_seq` (cache capacity),
+`model` (residual width), `neurons` (FFN rows of a layer; neurons = hot + cold), `hot`, `cold`,
+`rank` (predictor), `layers`, `heads`, `kv_heads`, `head_dim`, `vocab`, `group` (neurons the solver
+decides together).
+
+A neuron is *active* for a token when the value that multiplies its down row is not zero. A neuron
+is *hot* when the placement puts it on the device, else *cold*.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+Mode = Literal["dense", "exact", "predicted"]
+"""Which neurons an FFN computes: all; those its own gate opens; those the predictor marks first."""
+
+SPARSE_ACTIVATIONS = ("relu",)
+"""Activation functions that are exactly zero for a negative input, so that neurons can be skipped."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ffn:
+    """The FFN weights of one layer, or of some of its neurons: one neuron is one row.
+
+    Computes `act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`, or, without a gate,
+    `act(x @ up.T + up_bias) @ down`. The layer's down bias is not part of it: it is added once,
+    after the blocks of a split layer are summed.
+
+    Attributes:
+        gate: [neurons, model], or None for an ungated FFN.
+        up: [neurons, model].
+        down: [neurons, model], the transpose of the usual [model, neurons].
+        gate_bias: [neurons] or None.
+        up_bias: [neurons] or None.
+    """
+
+    gate: jax.Array | None
+    up: jax.Array
+    down: jax.Array
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+
+    @property
+    def neurons(self) -> int:
+        """Number of rows."""
+        return self.up.shape[0]
+
+    @property
+    def neuron_bytes(self) -> int:
+        """Bytes of one neuron: its rows and its biases."""
+        arrays = jax.tree.leaves(self)
+        return sum(a.dtype.itemsize * (a.shape[1] if a.ndim == 2 else 1) for a in arrays)
+
+
+class FfnCounts(NamedTuple):
+    """How many neurons one `sparse_ffn` call predicted, computed and found active.
+
+    Attributes:
+        predicted: int32 [batch], neurons let through by the mask (all of them without a mask).
+        computed: int32 [batch], neurons whose down row was read.
+        active: int32 [batch], neurons whose value was not zero.
+    """
+
+    predicted: jax.Array
+    computed: jax.Array
+    active: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What a decoder is, whatever file it came from.
+
+    Attributes:
+        name: for people; the folder's name.
+        family: "llama" (RMSNorm, RoPE, gated FFN) or "opt" (LayerNorm, learned positions).
+        vocab: number of token ids.
+        model: residual width.
+        neurons: FFN rows, one entry a layer.
+        heads: query heads.
+        kv_heads: key and value heads; divides `heads`.
+        head_dim: width of one head.
+        context: the most tokens a sequence may have, prompt and generated together.
+        activation: "relu", "silu", "gelu", ...
+        gated: whether the FFN has a gate.
+        norm: "rms" or "layer".
+        norm_eps: added to the variance.
+        norm_bias: whether norms carry a bias.
+        positions: "rope" or "learned".
+        rope_theta: base of the rotary frequencies; None for learned positions.
+        position_offset: first used row of the learned position table (OPT: 2).
+        attention_bias: whether q, k, v and o carry biases.
+        mlp_bias: whether gate, up and down carry biases.
+        tied: whether the head is the embedding.
+        bos_id: first token of a text, or None.
+        eos_ids: ids that end a text.
+    """
+
+    name: str
+    family: str
+    vocab: int
+    model: int
+    neurons: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    activation: str
+    gated: bool
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    norm_bias: bool
+    positions: Literal["rope", "learned"]
+    rope_theta: float | None
+    position_offset: int
+    attention_bias: bool
+    mlp_bias: bool
+    tied: bool
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.neurons)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the activation leaves neurons at exactly zero."""
+        return self.activation in SPARSE_ACTIVATIONS
+
+
+class SourceTensor(NamedTuple):
+    """One weight as found in a file.
+
+    Attributes:
+        name: the tensor's name in the file, for messages.
+        file: the file it came from.
+        read: returns the array in its canonical orientation, in the stored type.
+        shape: of what `read` returns.
+        dtype: of what `read` returns.
+    """
+
+    name: str
+    file: str
+    read: Callable[[], np.ndarray]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model file or folder, opened but not read.
+
+    Attributes:
+        config: what the decoder is.
+        tensors: canonical dotted name (`layers.0.ffn.up`) to the tensor that fills it.
+    """
+
+    config: ModelConfig
+    tensors: dict[str, SourceTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationStats:
+    """How often each neuron was active.
+
+    Attributes:
+        counts: int64 [neurons] per layer, tokens for which the neuron was active.
+        num_tokens: tokens counted.
+    """
+
+    counts: tuple[np.ndarray, ...]
+    num_tokens: int
+
+    @property
+    def frequencies(self) -> tuple[np.ndarray, ...]:
+        """float64 [neurons] per layer, activation frequency in 0..1."""
+        return tuple(c / max(self.num_tokens, 1) for c in self.counts)
+
+    @property
+    def density_per_layer(self) -> tuple[float, ...]:
+        """Mean share of active neurons, one entry a layer."""
+        return tuple(float(f.mean()) if f.size else 0.0 for f in self.frequencies)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRankPredictor:
+    """Guesses a layer's active neurons: `relu(x @ first.T) @ second.T + bias > threshold`.
+
+    Attributes:
+        first: [rank, model].
+        second: [neurons, rank].
+        bias: [neurons].
+        threshold: float32 scalar, the score above which a neuron counts as active.
+        input: "normed" (the FFN input) or "residual" (what it was made from).
+    """
+
+    first: jax.Array
+    second: jax.Array
+    bias: jax.Array
+    threshold: jax.Array
+    input: str = dataclasses.field(default="normed", metadata={"static": True})
+
+
+class PredictorReport(NamedTuple):
+    """One layer's predictor on held-out tokens.
+
+    Attributes:
+        rank: width of its hidden layer.
+        recall: share of the active neurons that it marks, 0..1.
+        precision: share of the marked neurons that are active, 0..1.
+        density: share of neurons that it marks, 0..1.
+        true_density: share of neurons that are active, 0..1.
+        threshold: score above which a neuron is marked.
+        bytes: of its weights.
+    """
+
+    rank: int
+    recall: float
+    precision: float
+    density: float
+    true_density: float
+    threshold: float
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictors:
+    """The trained predictors of a model, one a layer, with how well each does.
+
+    Attributes:
+        layers: one predictor a layer.
+        reports: one report a layer.
+    """
+
+    layers: tuple[LowRankPredictor, ...]
+    reports: tuple[PredictorReport, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class HardwareSpec:
+    """Speeds and sizes of a device and its host.
+
+    Attributes:
+        name: for people.
+        source: "measured" on this machine, "preset" from published figures, or "simulated".
+        device_bytes: memory of the device.
+        host_bytes: memory of the host.
+        device_bytes_per_s: streaming bandwidth of the device memory.
+        host_bytes_per_s: streaming bandwidth of the host memory.
+        host_gather_bytes_per_s: bandwidth of the host when it reads scattered rows.
+        launch_s: cost of starting one program on the device.
+        sync_s: cost of joining the partial results of device and host once.
+    """
+
+    name: str
+    source: Literal["measured", "preset", "simulated"]
+    device_bytes: int
+    host_bytes: int
+    device_bytes_per_s: float
+    host_bytes_per_s: float
+    host_gather_bytes_per_s: float
+    launch_s: float
+    sync_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which neurons live on the device.
+
+    Attributes:
+        hot_mask: bool [neurons] per layer.
+        status: "optimal", "feasible" (time limit hit, with a solution) or "greedy" (the fallback).
+        objective: activation frequency served by the device, summed over the hot neurons.
+        bound: proven upper bound of the objective.
+        device_bytes: bytes of the hot neurons.
+        budget_bytes: bytes that were allowed.
+        solve_s: wall time of the solver.
+    """
+
+    hot_mask: tuple[np.ndarray, ...]
+    status: Literal["optimal", "feasible", "greedy"]
+    objective: float
+    bound: float
+    device_bytes: int
+    budget_bytes: int
+    solve_s: float
+
+
+FfnFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""`ffn_fn(layer, x, residual) -> (y, aux)`: runs one layer's FFN.
+
+`layer` is the `DecoderLayer` (it knows its `index` and its `ffn`), x the normed FFN input
+[batch, seq, model], residual what x was made from; y is added to the residual stream, aux is
+collected over the layers and handed back to the caller.
+"""
+
+SampleFn = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+"""`sample_fn(logits [batch, vocab], state) -> (ids int32 [batch], state)`, traced into the step."""
+
+ProgressFn = Callable[[int, int], None]
+"""`progress_fn(done, total)`: called by long work between its steps."""
