@@ -1,0 +1,7 @@
+"""The operators: FFNs that skip inactive neurons, the matrix-vector product, the bandwidth probe."""
+
+from pjax.ops.matvec import matvec as matvec
+from pjax.ops.matvec import stream_sum as stream_sum
+from pjax.ops.sparse import dense_ffn as dense_ffn
+from pjax.ops.sparse import sparse_ffn as sparse_ffn
+from pjax.ops.sparse import sparse_ffn_counted as sparse_ffn_counted

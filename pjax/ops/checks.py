@@ -1,0 +1,87 @@
+"""Argument checks of the operators: each error names the argument, what it must be and what it is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pjax.base import SPARSE_ACTIVATIONS, Ffn
+from pjax.ops import reference
+
+
+def check_ffn(ffn: Ffn) -> None:
+    """Raises ValueError unless the arrays of `ffn` fit together."""
+    expect_float("ffn.up", ffn.up)
+    if ffn.up.ndim != 2:
+        raise ValueError(f"ffn.up: expected shape [neurons, model], got {list(ffn.up.shape)}.")
+    neurons, model = ffn.up.shape
+    rows = f"[neurons, model] = [{neurons}, {model}], the shape of ffn.up"
+    for name, weight in (("ffn.gate", ffn.gate), ("ffn.down", ffn.down)):
+        if weight is None and name == "ffn.gate":
+            continue
+        expect_float(name, weight)
+        expect_shape(name, weight, (neurons, model), rows)
+        if weight.dtype != ffn.up.dtype:
+            raise ValueError(f"{name}: expected {ffn.up.dtype}, the type of ffn.up, got {weight.dtype}.")
+    for name, bias in (("ffn.gate_bias", ffn.gate_bias), ("ffn.up_bias", ffn.up_bias)):
+        if bias is not None:
+            expect_float(name, bias)
+            expect_shape(name, bias, (neurons,), f"[neurons] = [{neurons}]")
+    if ffn.gate is None and ffn.gate_bias is not None:
+        raise ValueError("ffn.gate_bias: expected None, since ffn.gate is None; an ungated FFN uses up_bias.")
+
+
+def check_input(x: jax.Array, model: int, *, ranks: tuple[int, ...] | None) -> None:
+    """Raises ValueError unless x is a float array whose last axis has `model` entries.
+
+    Args:
+        x: the array.
+        model: expected size of its last axis.
+        ranks: allowed ranks, None for any from 1 up.
+    """
+    expect_float("x", x)
+    axes = "[..., in]" if ranks is None else "[in] or [batch, in]"
+    if x.ndim == 0 or (ranks is not None and x.ndim not in ranks) or x.shape[-1] != model:
+        raise ValueError(f"x: expected shape {axes} with in = {model}, got {list(x.shape)}.")
+
+
+def check_mask(active_mask: jax.Array | None, x: jax.Array, neurons: int) -> None:
+    """Raises ValueError unless the mask is None or bool [batch, neurons] or [neurons]."""
+    if active_mask is None:
+        return
+    if active_mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"active_mask: expected bool, got {active_mask.dtype}; compare scores with a threshold first."
+        )
+    if active_mask.shape not in ((neurons,), (*x.shape[:-1], neurons)):
+        formula = f"[neurons] = [{neurons}] or [batch, neurons] = {[*x.shape[:-1], neurons]}"
+        raise ValueError(f"active_mask: expected shape {formula}, got {list(active_mask.shape)}.")
+
+
+def check_sparse_activation(activation: str) -> None:
+    """Raises ValueError unless the activation is exactly zero for a negative input."""
+    if activation not in SPARSE_ACTIVATIONS:
+        raise ValueError(
+            f"activation: expected one of {list(SPARSE_ACTIVATIONS)}, got {activation!r}, which leaves no neuron "
+            'at exactly zero; run this model in mode "dense" (pjax.ops.dense_ffn).'
+        )
+
+
+def check_activation(activation: str) -> None:
+    """Raises ValueError unless the activation has a formula."""
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {list(reference.ACTIVATIONS)}, got {activation!r}.")
+
+
+def expect_shape(name: str, array: jax.Array, shape: tuple[int, ...], formula: str) -> None:
+    """Raises ValueError unless the array has the shape, which `formula` spells for the reader."""
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {formula}, got {list(array.shape)}.")
+
+
+def expect_float(name: str, array: Any) -> None:
+    """Raises ValueError unless the argument is an array of a floating type."""
+    if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
+        raise ValueError(f"{name}: expected a float array, got {type(array).__name__}.")
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{name}: expected a floating type, got {array.dtype}.")

@@ -1,0 +1,86 @@
+"""The operators in plain jnp: what every kernel is compared with, and what runs where none exists.
+
+All sums are in float32 whatever the weight type. Every neuron is computed and the masked ones are
+multiplied by zero, so these cost as much as a dense layer.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pjax.base import Ffn, FfnCounts
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+"""Activation functions by the names that Hugging Face configurations use."""
+
+
+def matvec(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`x @ weight.T + bias` in float32.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out] or None.
+    """
+    contract_last = (((x.ndim - 1,), (1,)), ((), ()))
+    y = lax.dot_general(
+        x.astype(jnp.float32), weight.astype(jnp.float32), contract_last, precision=lax.Precision.HIGHEST
+    )
+    return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+
+
+def dense_ffn(x: jax.Array, ffn: Ffn, activation: str) -> jax.Array:
+    """`act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`, every neuron; see `Ffn`.
+
+    Args:
+        x: [..., model].
+        ffn: the weights.
+        activation: a key of `ACTIVATIONS`.
+    """
+    return matvec(_values(x, ffn, ACTIVATIONS[activation]), ffn.down.T)
+
+
+def sparse_ffn(x: jax.Array, ffn: Ffn, active_mask: jax.Array | None) -> tuple[jax.Array, FfnCounts]:
+    """The relu FFN restricted to the neurons of the mask, with its counts.
+
+    Args:
+        x: [batch, model].
+        ffn: the weights.
+        active_mask: bool [batch, neurons], or None for all of them.
+    """
+    shape = (x.shape[0], ffn.neurons)
+    mask = jnp.ones(shape, bool) if active_mask is None else active_mask
+    opener = matvec(x, ffn.up, ffn.up_bias) if ffn.gate is None else matvec(x, ffn.gate, ffn.gate_bias)
+    opened = jax.nn.relu(opener)
+    values = opened if ffn.gate is None else opened * matvec(x, ffn.up, ffn.up_bias)
+    values = jnp.where(mask, values, jnp.zeros_like(values))
+    counts = FfnCounts(_count(mask), _count(mask & (opened != 0)), _count(values != 0))
+    return matvec(values, ffn.down.T), counts
+
+
+def stream_sum(x: jax.Array) -> jax.Array:
+    """Sum modulo 2**32 of an array's bytes taken as little-endian uint32 words, zero-padded at the end."""
+    flat = x.reshape(-1)
+    flat = flat.astype(jnp.uint8) if flat.dtype == jnp.bool_ else flat
+    per_word = 4 // flat.dtype.itemsize
+    if per_word > 1:
+        flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
+    return lax.bitcast_convert_type(flat, jnp.uint32).sum(dtype=jnp.uint32)
+
+
+def _values(x: jax.Array, ffn: Ffn, activate: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    up = matvec(x, ffn.up, ffn.up_bias)
+    return activate(up) if ffn.gate is None else activate(matvec(x, ffn.gate, ffn.gate_bias)) * up
+
+
+def _count(mask: jax.Array) -> jax.Array:
+    return mask.sum(axis=-1, dtype=jnp.int32)
