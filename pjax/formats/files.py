@@ -1,12 +1,18 @@
-"""Opening what a user named: paths with `~` and variables, and JSON files that may be broken."""
+"""Opening what a user named: paths with `~` and variables, and files that may not be what they seem."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-LFS_POINTER = b"version https://git-lfs"
-"""How the small text file begins that git leaves where a large file was not downloaded."""
+_KNOWN_STARTS = {
+    b"version https://git-lfs": "is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`",
+    b"<": "is a web page, not the file itself; download it again",
+    b"GGUF": "is a GGUF file",
+    b"PK\x03\x04": "is a zip or PyTorch archive",
+    b"\x80\x02": "is a Python pickle",
+    b"../": "holds only a path: a link that was copied as text; copy the folder with its links followed",
+}
 
 
 def expand_path(path: str | os.PathLike[str]) -> Path:
@@ -16,6 +22,20 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
         path: as a person wrote it, for example `~/models/opt` or `$MODELS/opt`.
     """
     return Path(os.path.expandvars(os.path.expanduser(os.fspath(path))))
+
+
+def describe_content(start: bytes) -> str:
+    """Returns what a file of the wrong kind is, as the rest of a sentence.
+
+    Args:
+        start: the first bytes of the file, at least 40 if it has them.
+    """
+    if not start.strip():
+        return "is empty; download it again"
+    for known, description in _KNOWN_STARTS.items():
+        if start.lstrip().startswith(known):
+            return description
+    return f"begins {start[:40]!r}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -28,17 +48,14 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: not UTF-8, not JSON, or JSON but not an object; names the file and the place.
     """
     raw = path.read_bytes()
-    if not raw.strip():
-        raise ValueError(f"{path} is empty; expected a JSON object. Download it again.")
-    if raw.startswith(LFS_POINTER):
-        raise ValueError(f"{path} is a Git LFS pointer, not the file itself. Fetch it with `git lfs pull`.")
     try:
         found = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); expected a JSON object.") from error
+        message = f"{path}: expected JSON, not UTF-8 at byte {error.start}; the file {describe_content(raw)}."
+        raise ValueError(message) from error
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
-        raise ValueError(f"{place}: not valid JSON ({error.msg}); the file begins {raw[:40]!r}.") from error
+        raise ValueError(f"{place}: not JSON ({error.msg}); the file {describe_content(raw)}.") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}; expected an object.")
+        raise ValueError(f"{path}: expected a JSON object, found a {type(found).__name__}.")
     return found

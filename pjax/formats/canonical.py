@@ -1,0 +1,59 @@
+"""The canonical names and shapes of a decoder's weights, which every file format is mapped to."""
+
+import re
+
+from pjax.base import ModelConfig
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each weight that a decoder has, by canonical name.
+
+    Args:
+        config: what the decoder is.
+    """
+    model = config.model
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, model)}
+    if config.positions == "learned":
+        shapes["positions"] = (config.context + config.position_offset, model)
+    for index, neurons in enumerate(config.neurons):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(config, neurons).items()}
+    shapes |= _norm_shapes("final_norm", config)
+    if not config.tied:
+        shapes["head"] = (config.vocab, model)
+    return shapes
+
+
+def split_layer(name: str) -> tuple[str, str]:
+    """Returns a name with its layer number replaced by N, and that number; "" outside the layers.
+
+    Args:
+        name: for example `layers.3.ffn.up`, which gives (`layers.N.ffn.up`, `3`).
+    """
+    found = re.match(r"layers\.(\d+)\.", name)
+    return (f"layers.N.{name[found.end() :]}", found[1]) if found else (name, "")
+
+
+def _layer_shapes(config: ModelConfig, neurons: int) -> dict[str, tuple[int, ...]]:
+    model = config.model
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = _norm_shapes("attention_norm", config)
+    for name, rows, columns in (
+        ("q", queries, model),
+        ("k", keys, model),
+        ("v", keys, model),
+        ("o", model, queries),
+    ):
+        shapes[f"attention.{name}.weight"] = (rows, columns)
+        if config.attention_bias:
+            shapes[f"attention.{name}.bias"] = (rows,)
+    shapes |= _norm_shapes("ffn_norm", config)
+    for name in ("gate", "up", "down") if config.gated else ("up", "down"):
+        shapes[f"ffn.{name}"] = (neurons, model)
+        if config.mlp_bias:
+            shapes[f"ffn.{name}_bias"] = (model if name == "down" else neurons,)
+    return shapes
+
+
+def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    parts = ("scale", "bias") if config.norm_bias else ("scale",)
+    return {f"{name}.{part}": (config.model,) for part in parts}
