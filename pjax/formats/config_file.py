@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 ACTIVATIONS = {
     "relu": "relu",
-    "relu2": "relu2",
-    "relu_squared": "relu2",
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
 }
 """Names that configs use, and ours; the last three are one formula, the tanh approximation."""
 
@@ -71,7 +69,7 @@ class ConfigFile(NamedTuple):
         if not isinstance(value, str) or value not in ACTIVATIONS:
             where = f"activation: {override!r}" if override else f"{self.file}: {key}: {value!r}"
             known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"{where} is not a known activation function; expected one of {known}.")
+            raise ValueError(f"{where} is not a supported activation function; expected one of {known}.")
         return ACTIVATIONS[value]
 
     def ids(self, key: str) -> tuple[int, ...]:

@@ -1,0 +1,383 @@
+"""Checkpoints: every weight arrives under its name, and every fault is named before anything is read."""
+
+import json
+import logging
+import re
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pjax.formats import read_checkpoint, write_checkpoint
+from tests.cases import find_case
+from tests.tiny import CONTEXT, MODEL, VOCAB, edit_config, tiny_llama, tiny_opt
+
+SAME_CASES = """
+    llama_mha llama_gqa llama_mqa llama_tied llama_attn_mlp_bias llama_head_dim16 llama_rope_theta5e5 opt_base
+    opt_no_bias opt_full_context opt_ffn_odd q_llama_bfloat16 q_llama_float16 q_opt_lm_head_too
+    q_llama_legacy_rope q_llama_no_kv_heads q_llama_null_head_dim q_llama_no_head_dim
+"""
+ERROR_CASES = {
+    "q_llama_shard_missing": "model-00002-of-00003.safetensors is missing",
+    "q_llama_truncated": "173944 bytes, its header promises 174944: an incomplete download",
+    "q_llama_wrong_shape": r"up_proj.weight: .*\[88, 32\], found \[80, 32\]",
+    "q_llama_unknown_rope": 'rope_type: "su"',
+    "q_llama_act_unknown": "hidden_act: 'swoosh'",
+    "q_opt_pickle_bin": "pickle weights are not supported yet",
+    "opt_350m": "word_embed_proj_dim: 16",
+    "opt_no_affine": "layer_norm_elementwise_affine: false",
+    "bamboo_drelu": "BambooForCausalLM",
+    "prosparse_fatrelu": "SparseLlamaForCausalLM",
+}
+
+
+def read_all(checkpoint):
+    """Every tensor's array, each checked against what the record promised."""
+    arrays = {}
+    for name, tensor in checkpoint.tensors.items():
+        array = arrays[name] = tensor.read()
+        assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), name
+        assert array.flags.c_contiguous, name
+    return arrays
+
+
+def by_file_name(checkpoint):
+    """The arrays as the file has them: its names, and down turned back."""
+    arrays = read_all(checkpoint)
+    return {
+        tensor.name: arrays[name].T if name.endswith("ffn.down") else arrays[name]
+        for name, tensor in checkpoint.tensors.items()
+    }
+
+
+def assert_same(found, expected):
+    """Same names, types and bits."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"bias": True}, {"kv_heads": 4}, {"kv_heads": 1}])
+def test_llama_weights(tmp_path, options, dtype):
+    """Every tensor of the file is found once, in its stored type."""
+    tensors = tiny_llama(tmp_path / "m", dtype=dtype, **options)
+    checkpoint = read_checkpoint(tmp_path / "m")
+    assert_same(by_file_name(checkpoint), tensors)
+    names = checkpoint.tensors
+    assert names["layers.1.ffn.down"].name == "model.layers.1.mlp.down_proj.weight"
+    assert names["layers.1.ffn.down"].shape == (40, MODEL)
+    assert names["layers.0.attention_norm.scale"].name == "model.layers.0.input_layernorm.weight"
+    assert names["layers.0.ffn_norm.scale"].name == "model.layers.0.post_attention_layernorm.weight"
+    assert ("head" in names) == (not options.get("tied"))
+    assert ("layers.0.ffn.gate_bias" in names) == bool(options.get("bias"))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_opt_weights(tmp_path, bias):
+    """OPT has a position table with two extra rows, no gate, a tied head, and norm biases always."""
+    tensors = tiny_opt(tmp_path / "m", bias=bias)
+    checkpoint = read_checkpoint(tmp_path / "m")
+    assert_same(by_file_name(checkpoint), tensors)
+    names = checkpoint.tensors
+    assert names["positions"].shape == (CONTEXT + 2, MODEL)
+    assert names["layers.0.attention_norm.scale"].name.endswith("layers.0.self_attn_layer_norm.weight")
+    assert names["layers.0.ffn_norm.bias"].name.endswith("layers.0.final_layer_norm.bias")
+    assert names["layers.0.ffn.up"].name.endswith("layers.0.fc1.weight")
+    assert "head" not in names and "layers.0.ffn.gate" not in names
+    assert ("layers.1.ffn.down_bias" in names) == bias
+    config = checkpoint.config
+    assert (config.family, config.position_offset, config.norm_eps, config.tied) == ("opt", 2, 1e-5, True)
+
+
+def test_names_without_the_outer_module(tmp_path):
+    """A checkpoint saved from the bare model has `decoder.` in place of `model.decoder.`."""
+    tensors = tiny_opt(tmp_path / "m")
+    bare = {name.removeprefix("model."): array for name, array in tensors.items()}
+    save_file(bare, tmp_path / "m" / "model.safetensors")
+    assert_same(by_file_name(read_checkpoint(tmp_path / "m")), bare)
+
+
+def test_shards(tmp_path):
+    """An index spreads the same tensors over files; each is read from the file it names."""
+    folder = tmp_path / "m"
+    tensors = tiny_llama(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save_file({n: tensors[n] for n in names if weight_map[n] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint = read_checkpoint(folder)
+    assert_same(by_file_name(checkpoint), tensors)
+    assert all(t.file.endswith(weight_map[t.name]) for t in checkpoint.tensors.values())
+    weight_map["lm_head.weight"] = "model-9.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(FileNotFoundError, match="model-9.safetensors is missing"):
+        read_checkpoint(folder)
+    weight_map["lm_head.weight"] = "../m/model-0.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match="files beside it"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, 10000.0),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
+        ({"rope_parameters": ..., "rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": None}, 5e5),
+        ({"rope_parameters": None, "rope_scaling": {"type": "default"}}, 10000.0),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 20000}, 20000.0),
+    ],
+)
+def test_rope_theta_old_and_new(tmp_path, changes, expected):
+    """The base of the rotary frequencies is found wherever a version of the format puts it."""
+    tiny_llama(tmp_path / "m")
+    edit_config(tmp_path / "m", **changes)
+    assert read_checkpoint(tmp_path / "m").config.rope_theta == expected
+
+
+def test_absent_keys_mean_their_defaults(tmp_path):
+    """Old configs leave out what later became an option."""
+    tiny_llama(tmp_path / "m", kv_heads=4)
+    absent = ("num_key_value_heads", "tie_word_embeddings", "attention_bias", "bos_token_id", "architectures")
+    edit_config(tmp_path / "m", head_dim=None, **dict.fromkeys(absent, ...))
+    config = read_checkpoint(tmp_path / "m").config
+    assert (config.kv_heads, config.head_dim, config.tied, config.attention_bias) == (4, 4, False, False)
+    assert (config.bos_id, config.eos_ids, config.layers, config.vocab) == (1, (2,), 2, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "eos, generation, expected",
+    [
+        (2, None, (2,)),
+        (2, {"eos_token_id": [2, 7]}, (2, 7)),
+        ([3, 4], {"eos_token_id": 5}, (3, 4, 5)),
+        (None, {"eos_token_id": None}, ()),
+        (..., {"eos_token_id": 9}, (9,)),
+        (..., {}, (2,)),
+    ],
+)
+def test_eos_ids_are_united(tmp_path, eos, generation, expected):
+    """A text ends at an id that either file names."""
+    tiny_llama(tmp_path / "m")
+    edit_config(tmp_path / "m", eos_token_id=eos)
+    if generation is not None:
+        (tmp_path / "m" / "generation_config.json").write_text(json.dumps(generation))
+    assert read_checkpoint(tmp_path / "m").config.eos_ids == expected
+
+
+def test_activation_names(tmp_path):
+    """The file's name is normalised; the caller may replace it; an unknown one is refused."""
+    tiny_llama(tmp_path / "m", hidden_act="swish")
+    assert read_checkpoint(tmp_path / "m").config.activation == "silu"
+    assert read_checkpoint(tmp_path / "m", activation="relu").config.activation == "relu"
+    with pytest.raises(ValueError, match="activation: 'swoosh'.*expected one of relu"):
+        read_checkpoint(tmp_path / "m", activation="swoosh")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_size": ...}, "hidden_size: expected a positive integer, found no such key"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected a positive integer, found 0"),
+        ({"vocab_size": "64"}, "vocab_size: expected a positive integer, found '64'"),
+        ({"intermediate_size": True}, "intermediate_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads = 4"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size: expected a multiple"),
+        ({"head_dim": 3}, "head_dim: expected an even number"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: expected a positive number"),
+        ({"rope_parameters": [1]}, "rope_parameters: expected an object or null"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4}},
+            'rope_scaling.rope_type: "linear" is not supported',
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
+        ({"eos_token_id": "2"}, "eos_token_id: expected a token id"),
+        ({"bos_token_id": 64}, "bos_token_id: expected one id of the vocabulary"),
+        ({"architectures": ["GPTForAll"]}, 'architectures: "GPTForAll" is not supported yet'),
+        ({"architectures": ..., "model_type": ...}, "model_type: null is not supported yet"),
+        ({"model_type": "mistral"}, 'model_type: "mistral" is not supported yet'),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_wrong_config_names_file_and_key(tmp_path, changes, message):
+    """A value that is missing, wrong or beyond us is an error that a person can act on."""
+    tiny_llama(tmp_path / "m")
+    edit_config(tmp_path / "m", **changes)
+    with pytest.raises(ValueError, match=re.escape("config.json: " + message.split(":")[0])) as caught:
+        read_checkpoint(tmp_path / "m")
+    assert message in str(caught.value)
+
+
+def test_wrong_tensors(tmp_path, caplog):
+    """A tensor that is missing, of another shape or no float is named; an unknown one is reported once."""
+    folder = tmp_path / "m"
+    good = tiny_llama(folder)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def write(**changes):
+        tensors = {n: a for n, a in (good | changes).items() if a is not ...}
+        save_file(tensors, folder / "model.safetensors")
+
+    write(**{name: ...})
+    with pytest.raises(ValueError, match=re.escape(name)):
+        read_checkpoint(folder)
+    write(**{name: good[name].T.copy()})
+    with pytest.raises(
+        ValueError, match=re.escape(f"{name}: config.json calls for the shape [16, 40], found [40")
+    ):
+        read_checkpoint(folder)
+    write(**{name: good[name].astype(np.int8)})
+    with pytest.raises(ValueError, match=re.escape(name) + ".*expected one of the types F32"):
+        read_checkpoint(folder)
+    write(**{"lm_head.weight": ...})
+    with pytest.raises(ValueError, match=r"lm_head.weight \(tie_word_embeddings is false\)"):
+        read_checkpoint(folder)
+    with caplog.at_level(logging.WARNING):
+        write(**{"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)})
+        assert_same(by_file_name(read_checkpoint(folder)), good)
+        assert not caplog.records
+        write(extra=np.ones(2, np.float32))
+        read_checkpoint(folder)
+    assert len(caplog.records) == 1 and "ignored 1 tensors: extra" in caplog.text
+
+
+def test_tied_head_in_the_file_is_ignored(tmp_path):
+    """Some exports repeat the embedding as lm_head."""
+    tensors = tiny_llama(tmp_path / "m")
+    edit_config(tmp_path / "m", tie_word_embeddings=True)
+    del tensors["lm_head.weight"]
+    assert_same(by_file_name(read_checkpoint(tmp_path / "m")), tensors)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "is empty"),
+        (b"abc", "begins b'abc'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+        (b"<!DOCTYPE html><html></html>", "web page"),
+        (b"GGUF\x03\x00\x00\x00\x00\x00\x00\x00", "GGUF"),
+        (b"PK\x03\x04" + bytes(60), "PyTorch archive"),
+        (b"../../blobs/0123", "link that was copied as text"),
+        (b'\x10\x00\x00\x00\x00\x00\x00\x00{"a": [[[[[[[[[[', "header is damaged"),
+        (b'\x40\x00\x00\x00\x00\x00\x00\x00{"a"', "12 bytes, its header promises 72: an incomplete download"),
+        (b"\x40\x00\x00\x00\x00\x00\x00\x00", "8 bytes, its header promises 72: an incomplete download"),
+    ],
+)
+def test_not_safetensors_says_what_it_is(tmp_path, content, message):
+    """Whatever lies under the name model.safetensors, the message says what to do."""
+    tiny_llama(tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(file))) as caught:
+        read_checkpoint(tmp_path / "m")
+    assert message in str(caught.value)
+
+
+def test_every_cut_is_noticed(tmp_path):
+    """A download that stopped anywhere is an error with both sizes, or says it is not the file."""
+    folder = tmp_path / "m"
+    tiny_llama(folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    for size in range(0, len(whole), 97):
+        (folder / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="incomplete download|is empty|is not a safetensors"):
+            read_checkpoint(folder)
+
+
+def test_wrong_paths(tmp_path, monkeypatch):
+    """A path that is no model folder says what it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_llama(tmp_path / "m")
+    assert read_checkpoint("~/m").config == read_checkpoint(tmp_path / "m").config
+    with pytest.raises(FileNotFoundError, match="nope does not exist"):
+        read_checkpoint(tmp_path / "nope")
+    with pytest.raises(ValueError, match="config.json: expected a Hugging Face model folder; it is a file"):
+        read_checkpoint(tmp_path / "m" / "config.json")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="GGUF files are not supported yet"):
+        read_checkpoint(tmp_path / "x.gguf")
+    with pytest.raises(FileNotFoundError, match="has no config.json.*it holds: m, x.gguf"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        read_checkpoint(tmp_path / "m")
+    (tmp_path / "m" / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(ValueError, match="pytorch_model.bin: PyTorch pickle weights are not supported yet"):
+        read_checkpoint(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text('{"a": 1,\n "b": }')
+    with pytest.raises(ValueError, match=r"config.json:2:7: not JSON"):
+        read_checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"bias": True, "dtype": ml_dtypes.bfloat16}])
+def test_write_then_read(tmp_path, options):
+    """What is written reads back bit for bit, by us and by the file format's own names."""
+    tensors = tiny_llama(tmp_path / "m", **options)
+    checkpoint = read_checkpoint(tmp_path / "m")
+    write_checkpoint(tmp_path / "made" / "m", checkpoint.config, read_all(checkpoint))
+    again = read_checkpoint(tmp_path / "made" / "m")
+    assert again.config == checkpoint.config
+    assert_same(read_all(again), read_all(checkpoint))
+    assert_same(load_file(tmp_path / "made" / "m" / "model.safetensors"), tensors)
+    assert [p.name for p in (tmp_path / "made").iterdir()] == ["m"]
+
+
+def test_write_refuses(tmp_path, monkeypatch):
+    """Nothing is overwritten, nothing half-written is left, and only a sound LLaMA is written."""
+    tiny_llama(tmp_path / "m")
+    checkpoint = read_checkpoint(tmp_path / "m")
+    arrays = read_all(checkpoint)
+    with pytest.raises(FileExistsError, match="already exists"):
+        write_checkpoint(tmp_path / "m", checkpoint.config, arrays)
+    with pytest.raises(ValueError, match=r"2 do not fit the config: embed: .*found None; head: .*\(2,\)"):
+        wrong = {n: a for n, a in arrays.items() if n != "embed"} | {"head": np.ones(2)}
+        write_checkpoint(tmp_path / "new", checkpoint.config, wrong)
+    tiny_opt(tmp_path / "opt")
+    with pytest.raises(ValueError, match="cannot express family='opt'"):
+        write_checkpoint(tmp_path / "new", read_checkpoint(tmp_path / "opt").config, {})
+    monkeypatch.setattr("os.rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path / "new", checkpoint.config, arrays)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "opt"]
+
+
+@pytest.mark.parametrize("name", SAME_CASES.split())
+def test_real_life_cases_load(name):
+    """Real files: every tensor of the file is used, and none is read twice."""
+    folder = find_case(name)
+    checkpoint = read_checkpoint(folder)
+    stored = load_file(folder / "model.safetensors")
+    if checkpoint.config.tied:
+        stored.pop("lm_head.weight", None)
+    assert_same(by_file_name(checkpoint), stored)
+
+
+@pytest.mark.parametrize("name, message", ERROR_CASES.items())
+def test_real_life_cases_are_refused(name, message):
+    """Faulty or unsupported files: the message names the cause."""
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{name}.*{message}"):
+        read_checkpoint(find_case(name))
+
+
+def test_hub_cache_links(tmp_path):
+    """The files of a download cache are links into a folder of blobs."""
+    cache = shutil.copytree(find_case("q_llama_hub_cache"), tmp_path / "cache")
+    tmp_path.joinpath("cache", "snapshots", "0123abcd").chmod(0o755)
+    for file in (cache / "snapshots" / "0123abcd").iterdir():
+        if not file.is_symlink():  # A copy of the cases may have turned links into small files.
+            target = file.read_text()
+            file.unlink()
+            file.symlink_to(target)
+    parent = read_checkpoint(find_case("llama_gqa"))
+    assert_same(by_file_name(read_checkpoint(cache / "snapshots" / "0123abcd")), by_file_name(parent))
+    with pytest.raises(FileNotFoundError, match="give .*0123abcd instead"):
+        read_checkpoint(cache)
