@@ -11,7 +11,7 @@ is *hot* when the placement puts it on the device, else *cold*.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -307,3 +307,50 @@ SampleFn = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 ProgressFn = Callable[[int, int], None]
 """`progress_fn(done, total)`: called by long work between its steps."""
+
+
+class DecodeState(NamedTuple):
+    """Everything a token step reads and writes, on the device; donated from step to step.
+
+    Attributes:
+        caches: the KV caches, one a layer.
+        lengths: int32 [batch], tokens in the caches.
+        ids: int32 [batch], the newest token of each sequence, not yet in the caches.
+        sampler: whatever the `SampleFn` carries.
+        rows: float32 [3], neurons predicted, computed and active so far, summed over layers, tokens and
+            batch; zeros in mode "dense".
+    """
+
+    caches: Any
+    lengths: jax.Array
+    ids: jax.Array
+    sampler: Any
+    rows: jax.Array
+
+
+class Executor(Protocol):
+    """Runs a decoder token by token, on one device or split over two."""
+
+    config: ModelConfig
+
+    def prefill(
+        self, ids: jax.Array, lengths: jax.Array, *, capacity: int, sample_fn: SampleFn, sampler: Any
+    ) -> DecodeState:
+        """Processes the prompts and samples the first new token of each.
+
+        Args:
+            ids: int32 [batch, seq], each prompt padded on its right; what stands there is never seen.
+            lengths: int32 [batch], of the prompts without padding, at least 1.
+            capacity: tokens the caches hold, at least seq.
+            sample_fn: a module-level function, as it is a static argument.
+            sampler: its first state.
+        """
+        ...
+
+    def step(self, state: DecodeState, *, sample_fn: SampleFn) -> DecodeState:
+        """Appends `state.ids` to the caches and samples the next token of each sequence."""
+        ...
+
+    def reserve(self, state: DecodeState, capacity: int) -> DecodeState:
+        """The state with caches of at least `capacity` tokens; the same state if they are."""
+        ...

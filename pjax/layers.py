@@ -1,0 +1,168 @@
+"""The importable sparse layer, and the `ffn_fn`s that run it densely, exactly or predicted."""
+
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pjax import ops
+from pjax.base import Ffn, FfnCounts, FfnFn, Predictors
+from pjax.predictor import predict_mask
+
+
+class SparseFfn(nnx.Module):
+    """An FFN that computes only its active neurons.
+
+    `y = act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down + down_bias`, or without a gate
+    `y = act(x @ up.T + up_bias) @ down + down_bias`; a neuron whose `act(...)` is zero is skipped.
+
+    Args:
+        model: width of input and output.
+        neurons: number of neurons.
+        activation: "relu" to skip neurons; any other of `ops.dense_ffn` runs dense only.
+        gated: whether there is a gate.
+        bias: whether gate, up and down carry biases.
+        dtype: of the weights; biases are float32.
+        rngs: of the initial weights, normal with variance 1 / fan-in.
+    """
+
+    def __init__(
+        self,
+        model: int,
+        neurons: int,
+        *,
+        activation: str = "relu",
+        gated: bool = True,
+        bias: bool = False,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        def rows(fan_in: int) -> nnx.Param:
+            return nnx.Param((jax.random.normal(rngs.params(), (neurons, model)) * fan_in**-0.5).astype(dtype))
+
+        def zeros(width: int, wanted: bool) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros(width)) if wanted else None
+
+        self.activation = activation
+        self.gate = rows(model) if gated else None
+        self.up = rows(model)
+        self.down = rows(neurons)
+        self.gate_bias = zeros(neurons, bias and gated)
+        self.up_bias = zeros(neurons, bias)
+        self.down_bias = zeros(model, bias)
+
+    @classmethod
+    def from_kernels(
+        cls,
+        gate: jax.Array | None,
+        up: jax.Array,
+        down: jax.Array,
+        *,
+        activation: str = "relu",
+        layout: str = "in_out",
+    ) -> Self:
+        """The layer made of somebody else's kernels.
+
+        Args:
+            gate: [model, neurons] or None.
+            up: [model, neurons].
+            down: [neurons, model].
+            activation: as in the constructor.
+            layout: "in_out" for kernels as Flax and Haiku store them (shapes above), "out_in" for
+                their transposes as PyTorch stores them.
+
+        Raises:
+            ValueError: if the shapes do not belong together or the layout is unknown.
+        """
+        if layout not in ("in_out", "out_in"):
+            raise ValueError(f'layout: expected "in_out" or "out_in", got {layout!r}')
+        gate, up, down = (
+            None if kernel is None else jnp.asarray(kernel).T if layout == "out_in" else jnp.asarray(kernel)
+            for kernel in (gate, up, down)
+        )
+        for name, kernel, shape in (("gate", gate, up.shape), ("down", down, up.shape[::-1])):
+            if kernel is not None and kernel.shape != shape:
+                raise ValueError(
+                    f"{name}: expected shape {shape} beside up {up.shape} ([model, neurons], both after "
+                    f"layout={layout!r}), got {kernel.shape}; is it transposed?"
+                )
+        model, neurons = up.shape
+        layer = nnx.eval_shape(
+            lambda: cls(model, neurons, activation=activation, gated=gate is not None, rngs=nnx.Rngs(0))
+        )
+        if gate is not None:
+            layer.gate.set_value(gate.T)
+        layer.up.set_value(up.T)
+        layer.down.set_value(down)
+        return layer
+
+    @property
+    def weights(self) -> Ffn:
+        """The neurons as rows, without the down bias."""
+
+        def value(param: nnx.Param | None) -> jax.Array | None:
+            return None if param is None else param[...]
+
+        return Ffn(
+            gate=value(self.gate),
+            up=self.up[...],
+            down=self.down[...],
+            gate_bias=value(self.gate_bias),
+            up_bias=value(self.up_bias),
+        )
+
+    def add_down_bias(self, y: jax.Array) -> jax.Array:
+        """`y + down_bias` for y [..., model], the sum of the blocks."""
+        if self.down_bias is None:
+            return y
+        return y + self.down_bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
+
+    def __call__(self, x: jax.Array, active_mask: jax.Array | None = None) -> jax.Array:
+        """Runs the layer on its active neurons.
+
+        Args:
+            x: [..., model].
+            active_mask: bool [..., neurons], neurons that may be computed; None lets each
+                neuron's own gate decide, which gives the dense result.
+
+        Returns:
+            float32 [..., model].
+        """
+        return self.counted(x, active_mask)[0]
+
+    def counted(self, x: jax.Array, active_mask: jax.Array | None = None) -> tuple[jax.Array, FfnCounts]:
+        """As the call itself, with the number of neurons predicted, computed and active per token."""
+        leading = x.shape[:-1]
+        if active_mask is not None:
+            active_mask = active_mask.reshape(-1, active_mask.shape[-1])
+        y, counts = ops.sparse_ffn_counted(
+            x.reshape(-1, x.shape[-1]), self.weights, active_mask, activation=self.activation
+        )
+        counts = FfnCounts(*(count.reshape(leading) for count in counts))
+        return self.add_down_bias(y.reshape(*leading, -1)), counts
+
+    def dense(self, x: jax.Array) -> jax.Array:
+        """Runs the layer on every neuron; x [..., model] -> float32 [..., model]."""
+        return self.add_down_bias(ops.dense_ffn(x, self.weights, activation=self.activation))
+
+
+def dense_ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, None]:
+    """The `ffn_fn` of mode "dense": every neuron."""
+    del residual
+    return layer.ffn.dense(x), None
+
+
+def exact_ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, FfnCounts]:
+    """The `ffn_fn` of mode "exact": each neuron's own gate decides."""
+    del residual
+    return layer.ffn.counted(x)
+
+
+def predicted_ffn_fn(predictors: Predictors) -> FfnFn:
+    """The `ffn_fn` of mode "predicted": the predictor's mask first, then as exact within it."""
+
+    def ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, FfnCounts]:
+        return layer.ffn.counted(x, predict_mask(predictors.layers[layer.index], x, residual))
+
+    return ffn_fn
