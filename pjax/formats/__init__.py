@@ -2,5 +2,6 @@
 
 from pjax.formats.huggingface import read_checkpoint, write_checkpoint
 from pjax.formats.text import read_texts
+from pjax.formats.tokenizer import load_tokenizer
 
-__all__ = ["read_checkpoint", "read_texts", "write_checkpoint"]
+__all__ = ["load_tokenizer", "read_checkpoint", "read_texts", "write_checkpoint"]

@@ -1,0 +1,230 @@
+"""Tokenizers: one BOS, every text back, and a stream that never shows half a character."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from pjax.formats import load_tokenizer
+from pjax.formats.tokenizer import Tokenizer
+from tests.cases import find_case
+
+SAMPLES = [
+    "Hello world",
+    "  two spaces",
+    "a  b   c",
+    "trailing ",
+    "",
+    " ",
+    "\n",
+    "naïve façade",
+    "日本語のテキスト",
+    "😀 👩\u200d👩\u200d👧",
+    "x\ufffdy\ufffd",
+]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "日本語のテキスト 日本語",
+    "naïve façade",
+    "a  b",
+] * 3
+
+
+def byte_level():
+    """A small tokenizer of OPT's kind, trained on the spot."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(CORPUS, trainer)
+    return library
+
+
+def byte_fallback():
+    """A small tokenizer of LLaMA's kind: a mark for each space, bytes for what is not in the vocabulary."""
+    pieces = [
+        "<s>",
+        "</s>",
+        "<unk>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz",
+        "▁a",
+    ]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    library = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    library.decoder = decoders.Sequence(steps)
+    library.add_special_tokens(["<s>", "</s>", "<unk>"])
+    return library
+
+
+LIBRARIES = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+
+
+def stream_pieces(tokenizer, ids):
+    """The pieces of a stream, what is left at its end included."""
+    stream = tokenizer.stream()
+    return [*(stream.push(i) for i in ids), stream.flush()]
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+@pytest.mark.parametrize("text", SAMPLES)
+def test_text_returns(kind, text):
+    """Encode and decode are inverses; the library's own decoding of the whole agrees."""
+    tokenizer = Tokenizer(LIBRARIES[kind], None)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text == LIBRARIES[kind].decode(ids)
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_stream_never_shows_half_a_character(kind, text):
+    """Each piece is final: together the pieces are the text, and none invents a replacement."""
+    tokenizer = Tokenizer(LIBRARIES[kind], None)
+    ids = LIBRARIES[kind].encode(text, add_special_tokens=False).ids
+    pieces = stream_pieces(tokenizer, ids)
+    assert "".join(pieces) == LIBRARIES[kind].decode(ids)
+    assert sum(p.count("\ufffd") for p in pieces) == text.count("\ufffd")
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, 330), max_size=60))
+def test_stream_of_any_ids(ids):
+    """Ids that are no text, special or out of range too: the stream agrees with the library's decoding."""
+    tokenizer = Tokenizer(LIBRARIES["byte_level"], None)
+    assert (
+        "".join(stream_pieces(tokenizer, ids)) == tokenizer.decode(ids) == LIBRARIES["byte_level"].decode(ids)
+    )
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+@pytest.mark.parametrize("unit", ["a", " ", "日", "bytes that are none", "</s>", "no such id"])
+def test_push_costs_the_same_at_the_end(kind, unit, monkeypatch):
+    """However long the text, a push decodes a few ids only."""
+    library = LIBRARIES[kind]
+    continuation = (
+        "<0x97>" if kind == "byte_fallback" else pre_tokenizers.ByteLevel().pre_tokenize_str("é")[0][0][1]
+    )
+    special = {"bytes that are none": [library.token_to_id(continuation)], "no such id": [9999]}
+    ids = library.encode("a", add_special_tokens=False).ids
+    ids += 300 * (special.get(unit) or library.encode(f"a{unit}", add_special_tokens=False).ids[-1:])
+    widths = []
+    decode = Tokenizer.decode_window
+    monkeypatch.setattr(Tokenizer, "decode_window", lambda self, w: widths.append(len(w)) or decode(self, w))
+    assert "".join(stream_pieces(Tokenizer(library, None), ids)) == library.decode(ids)
+    assert max(widths) < 32
+
+
+def test_special_ids_do_not_disturb_the_text():
+    """A special id between words, or inside a character, leaves the text as it was."""
+    for kind, library in LIBRARIES.items():
+        tokenizer = Tokenizer(library, None)
+        end = library.token_to_id("</s>")
+        ids = library.encode("a a 日 a", add_special_tokens=False).ids
+        spread = [i for pair in zip([end] * len(ids), ids, strict=True) for i in pair]
+        assert tokenizer.decode(spread) == "a a 日 a", kind
+
+
+def save(folder, library, **settings):
+    """A folder with tokenizer.json and tokenizer_config.json."""
+    folder.mkdir(exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "own, settings, config, expected",
+    [
+        (None, {}, {}, []),
+        (None, {}, {"bos_token_id": 2}, [2]),
+        (None, {}, {"bos_token_id": None}, []),
+        (None, {"add_bos_token": True, "bos_token": "<s>"}, {"bos_token_id": 2}, [0]),
+        (None, {"add_bos_token": True, "bos_token": {"content": "</s>"}}, {}, [2]),
+        (None, {"add_bos_token": False, "bos_token": "</s>"}, {"bos_token_id": 2}, []),
+        ("</s>", {}, {"bos_token_id": 2}, [2]),
+        ("</s>", {"add_bos_token": True, "bos_token": "</s>"}, {"bos_token_id": 2}, [2]),
+        ("</s>", {"add_bos_token": False}, {}, []),
+    ],
+)
+def test_bos_exactly_once(tmp_path, own, settings, config, expected):
+    """Whoever asks for a BOS id, it comes once, and before an empty text as well."""
+    library = byte_level()
+    plain = library.encode("the fox").ids
+    if own:
+        pairs = [(own, library.token_to_id(own))]
+        library.post_processor = processors.TemplateProcessing(single=f"{own} $A", special_tokens=pairs)
+    folder = save(tmp_path / "m", library, **settings)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("the fox") == expected + plain
+    assert tokenizer.encode("") == expected
+    assert tokenizer.decode(tokenizer.encode("the fox")) == "the fox"
+
+
+def test_limits_of_training_are_dropped(tmp_path):
+    """A tokenizer.json that truncates or pads does neither to a prompt."""
+    library = byte_level()
+    plain = library.encode("the quick brown fox").ids
+    library.enable_truncation(2)
+    library.enable_padding(length=64)
+    assert load_tokenizer(save(tmp_path / "m", library)).encode("the quick brown fox") == plain
+
+
+def test_vocabulary_and_merges(tmp_path):
+    """OPT's older pair of files is the same tokenizer."""
+    library = byte_level()
+    settings = {"add_bos_token": True, "bos_token": "</s>"}
+    expected = load_tokenizer(save(tmp_path / "m", library, **settings))
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    library.model.save(str(tmp_path / "m"))
+    found = load_tokenizer(tmp_path / "m")
+    for text in [*SAMPLES, "a</s>b", "<pad>"]:
+        assert found.encode(text) == expected.encode(text)
+        assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+
+
+def test_wrong_folders(tmp_path):
+    """Whatever is missing or broken, the message says what still works."""
+    with pytest.raises(FileNotFoundError, match="nope does not exist"):
+        load_tokenizer(tmp_path / "nope")
+    with pytest.raises(FileNotFoundError, match="has no tokenizer .*token ids still work"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ValueError, match="tokenizer.model: SentencePiece models are not supported yet"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="tokenizer.json:1:1: .*LFS pointer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer that the library"):
+        load_tokenizer(tmp_path)
+    folder = save(tmp_path / "m", byte_level(), add_bos_token=True, bos_token="<bos>")
+    with pytest.raises(ValueError, match="tokenizer_config.json: bos_token: .*found '<bos>'"):
+        load_tokenizer(folder)
+    with pytest.raises(ValueError, match="half a surrogate pair at character 1"):
+        Tokenizer(byte_level(), None).encode("a\ud800")
+
+
+@pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json merges.txt"])
+def test_real_life_opt(tmp_path, files):
+    """OPT's ids, text and pieces are those of the library it was made with."""
+    case = find_case("tok_opt")
+    for name in [*files.split(), "tokenizer_config.json"]:
+        shutil.copy(case / name, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    for golden in json.loads((case / "golden_tok.json").read_text(encoding="utf-8")):
+        assert tokenizer.encode(golden["text"]) == golden["ids"]
+        assert tokenizer.decode(golden["ids"]) == golden["decoded"]
+        assert stream_pieces(tokenizer, golden["ids"]) == [*golden["stream"], ""]
