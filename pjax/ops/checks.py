@@ -1,5 +1,6 @@
 """Argument checks of the operators: each error names the argument, what it must be and what it is."""
 
+import math
 from typing import Any
 
 import jax
@@ -43,6 +44,11 @@ def check_input(x: jax.Array, model: int, *, ranks: tuple[int, ...] | None) -> N
     axes = "[..., in]" if ranks is None else "[in] or [batch, in]"
     if x.ndim == 0 or (ranks is not None and x.ndim not in ranks) or x.shape[-1] != model:
         raise ValueError(f"x: expected shape {axes} with in = {model}, got {list(x.shape)}.")
+
+
+def as_rows(x: jax.Array) -> jax.Array:
+    """x as float32 [batch, model], whatever its rank."""
+    return x.astype(jnp.float32).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def check_mask(active_mask: jax.Array | None, x: jax.Array, neurons: int) -> None:

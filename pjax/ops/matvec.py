@@ -1,9 +1,11 @@
-"""The matrix-vector product and the bandwidth probe."""
+"""The matrix-vector product of projections and heads, and the probe that measures memory bandwidth."""
+
+import functools
 
 import jax
 
-from pjax.ops import checks, reference
-from pjax.ops.sparse import Implementation
+from pjax.ops import checks, ffi, reference
+from pjax.ops.dispatch import Implementation, dispatch, make_operator
 
 
 def matvec(
@@ -13,16 +15,52 @@ def matvec(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """`x @ weight.T + bias` in float32, for few vectors."""
+    """`x @ weight.T + bias` in float32, for few vectors. Differentiable.
+
+    Args:
+        x: [batch, in] or [in].
+        weight: [out, in]; the kernel reads float32 and bfloat16 in place.
+        bias: [out] or None.
+        implementation: "reference", "cpu", or None: by the platform the program is lowered for.
+
+    Returns:
+        float32 [batch, out] or [out].
+
+    Raises:
+        ValueError: shapes or types do not fit.
+        RuntimeError: implementation is "cpu" and the kernels cannot be used here.
+    """
     checks.expect_float("weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"weight: expected shape [out, in], got {list(weight.shape)}.")
-    checks.check_input(x, weight.shape[1], ranks=(1, 2))
+    num_outputs, num_inputs = weight.shape
+    checks.check_input(x, num_inputs, ranks=(1, 2))
     if bias is not None:
-        checks.expect_shape("bias", bias, weight.shape[:1], f"[out] = [{weight.shape[0]}]")
-    return reference.matvec(x, weight, bias)
+        checks.expect_float("bias", bias)
+        checks.expect_shape("bias", bias, (num_outputs,), f"[out] = [{num_outputs}]")
+    y = _matvec(checks.as_rows(x), (weight, bias), implementation)
+    return y.reshape(*x.shape[:-1], num_outputs)
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
 def stream_sum(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
-    """Sum modulo 2**32 of an array's uint32 words, read once by all threads."""
-    return reference.stream_sum(x)
+    """Sum modulo 2**32 of an array's bytes as uint32 words, read once by all threads at full speed.
+
+    Timing it gives the bandwidth of the memory: no operator can read weights faster.
+
+    Args:
+        x: any shape and type of 1, 2 or 4 bytes; the last word is padded with zero bytes.
+        implementation: "reference", "cpu", or None: by the platform the program is lowered for.
+
+    Returns:
+        uint32 scalar.
+    """
+    if x.dtype.itemsize not in (1, 2, 4):
+        raise ValueError(f"x: expected a type of 1, 2 or 4 bytes, got {x.dtype}.")
+    return dispatch(implementation, ffi.stream_sum, reference.stream_sum, x)
+
+
+_matvec = make_operator(
+    kernel=lambda x, weights: ffi.matvec(x, *weights),
+    formula=lambda x, weights: reference.matvec(x, *weights),
+)

@@ -1,14 +1,11 @@
-"""The FFN operators: which implementation runs, how they batch and how they differentiate."""
-
-from typing import Literal
+"""The FFN operators: all neurons, or only those that a mask and their own gate leave open."""
 
 import jax
 import jax.numpy as jnp
 
 from pjax.base import Ffn, FfnCounts
-from pjax.ops import checks, reference
-
-Implementation = Literal["reference", "cpu"]
+from pjax.ops import checks, ffi, reference
+from pjax.ops.dispatch import Implementation, check_implementation, make_operator
 
 
 def sparse_ffn(
@@ -19,7 +16,26 @@ def sparse_ffn(
     activation: str,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The FFN restricted to the neurons of the mask, without those that their own gate closes."""
+    """The FFN restricted to the neurons of the mask, reading only the rows of those that are open.
+
+    `y = sum_i mask_i * relu(x . gate_i + gate_bias_i) * (x . up_i + up_bias_i) * down_i`, or without a gate
+    `sum_i mask_i * relu(x . up_i + up_bias_i) * down_i`. Within the mask this is exact. The gate is read
+    first (ungated: up); the other rows of a neuron only where it is positive. Differentiable in x and ffn.
+
+    Args:
+        x: [batch, model] or [model].
+        ffn: the weights; the kernel reads float32 and bfloat16 in place.
+        active_mask: bool [batch, neurons] or [neurons]; None: every neuron may open.
+        activation: "relu".
+        implementation: "reference", "cpu", or None: by the platform the program is lowered for.
+
+    Returns:
+        float32, the shape of x.
+
+    Raises:
+        ValueError: shapes or types do not fit, or the activation leaves no neuron at zero.
+        RuntimeError: implementation is "cpu" and the kernels cannot be used here.
+    """
     return sparse_ffn_counted(x, ffn, active_mask, activation=activation, implementation=implementation)[0]
 
 
@@ -31,24 +47,68 @@ def sparse_ffn_counted(
     activation: str,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, FfnCounts]:
-    """`sparse_ffn` together with how many neurons each token predicted, computed and found active."""
+    """`sparse_ffn`, and how many neurons each token predicted, computed and found active.
+
+    Args, Raises: as `sparse_ffn`.
+
+    Returns:
+        float32, the shape of x; counts int32 [batch], or scalars for x [model].
+    """
     checks.check_sparse_activation(activation)
     checks.check_ffn(ffn)
     checks.check_input(x, ffn.up.shape[1], ranks=(1, 2))
     checks.check_mask(active_mask, x, ffn.neurons)
-    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    mask = None
+    rows = checks.as_rows(x)
     if active_mask is not None:
-        mask = jnp.broadcast_to(active_mask.reshape(-1, ffn.neurons), (rows.shape[0], ffn.neurons))
-    y, counts = reference.sparse_ffn(rows, ffn, mask)
-    return y.reshape(x.shape), counts
+        per_token = jnp.broadcast_to(active_mask, (*x.shape[:-1], ffn.neurons))
+        active_mask = per_token.reshape(rows.shape[0], ffn.neurons)
+    y, counts = _sparse((rows, active_mask), ffn, implementation)
+    return y.reshape(x.shape), jax.tree.map(lambda count: count.reshape(x.shape[:-1]), counts)
 
 
 def dense_ffn(
     x: jax.Array, ffn: Ffn, *, activation: str, implementation: Implementation | None = None
 ) -> jax.Array:
-    """The FFN with every neuron."""
+    """The FFN with every neuron: `act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`; see `Ffn`.
+
+    Few tokens with relu on a CPU use the kernel of `sparse_ffn` with skipping turned off, so that the two
+    can be compared; everything else is XLA's matrix product with float32 sums. Differentiable.
+
+    Args:
+        x: [..., model].
+        ffn: the weights.
+        activation: "relu", "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh".
+        implementation: "reference", "cpu" (relu only), or None: by platform and number of tokens.
+
+    Returns:
+        float32, the shape of x.
+
+    Raises:
+        ValueError: shapes, types or the activation do not fit.
+        RuntimeError: implementation is "cpu" and the kernels cannot be used here.
+    """
     checks.check_activation(activation)
     checks.check_ffn(ffn)
     checks.check_input(x, ffn.up.shape[1], ranks=None)
+    check_implementation(implementation)
+    if activation == "relu":
+        return _dense_relu(checks.as_rows(x), ffn, implementation).reshape(x.shape)
+    if implementation == "cpu":
+        raise ValueError(f'implementation: "cpu" computes relu only, got activation {activation!r}; use None.')
     return reference.dense_ffn(x, ffn, activation)
+
+
+def _sparse_kernel(tokens: tuple[jax.Array, jax.Array | None], ffn: Ffn) -> tuple[jax.Array, FfnCounts]:
+    y, counts = ffi.sparse_ffn(tokens[0], ffn, tokens[1], every_neuron=False)
+    return y, FfnCounts(counts[0], counts[1], counts[2])
+
+
+_sparse = make_operator(
+    kernel=_sparse_kernel,
+    formula=lambda tokens, ffn: reference.sparse_ffn(tokens[0], ffn, tokens[1]),
+)
+
+_dense_relu = make_operator(
+    kernel=lambda x, ffn: ffi.sparse_ffn(x, ffn, None, every_neuron=True)[0],
+    formula=lambda x, ffn: reference.dense_ffn(x, ffn, "relu"),
+)

@@ -1,0 +1,186 @@
+// The XLA FFI handlers and the plain C functions: all that the library exports. No arithmetic here.
+#include <stdlib.h>
+
+#include <optional>
+#include <string>
+
+#include "cpu_features.h"
+#include "matvec.h"
+#include "sparse_ffn.h"
+#include "thread_pool.h"
+#include "xla/ffi/api/ffi.h"
+
+#define PJAX_EXPORT __attribute__((visibility("default")))
+
+namespace pjax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+using Vector32 = ffi::BufferR1<ffi::F32>;
+using Matrix32 = ffi::BufferR2<ffi::F32>;
+using Mask = ffi::BufferR2<ffi::PRED>;
+using CountsResult = ffi::ResultBufferR2<ffi::S32>;
+using MatrixResult = ffi::ResultBufferR2<ffi::F32>;
+using WordResult = ffi::ResultBufferR0<ffi::U32>;
+using AddressResult = ffi::ResultBufferR1<ffi::U32>;
+
+std::string ShapeText(ffi::Span<const int64_t> shape) {
+  std::string text;
+  for (int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+ffi::Error Expect(const char* name, ffi::Span<const int64_t> shape, std::initializer_list<int64_t> expected) {
+  if (std::equal(shape.begin(), shape.end(), expected.begin(), expected.end())) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(name) + ": expected shape " +
+                                     ShapeText(ffi::Span<const int64_t>(expected.begin(), expected.size())) +
+                                     ", got " + ShapeText(shape));
+}
+
+std::optional<WeightType> TypeOf(const ffi::AnyBuffer& buffer) {
+  if (buffer.element_type() == ffi::F32) return WeightType::kFloat32;
+  if (buffer.element_type() == ffi::BF16) return WeightType::kBfloat16;
+  return std::nullopt;
+}
+
+CpuLevel Level() {
+  static const CpuLevel level = [] {
+    std::string ignored;  // pjax_init has reported it
+    return ChooseCpuLevel(getenv("PJAX_CPU"), &ignored);
+  }();
+  return level;
+}
+
+// An absent argument is passed as an array without elements.
+template <typename Pointer>
+Pointer* IfPresent(Pointer* data, size_t count) {
+  return count == 0 ? nullptr : data;
+}
+
+#define PJAX_RETURN_IF_ERROR(expression)                     \
+  if (ffi::Error error = (expression); error.failure()) return error
+
+ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, Vector32 gate_bias,
+                         Vector32 up_bias, Mask mask, MatrixResult y, CountsResult counts, bool every_neuron) {
+  if (up.dimensions().size() != 2) return ffi::Error::InvalidArgument("up: expected shape [neurons, model]");
+  const int64_t batch = x.dimensions()[0], neurons = up.dimensions()[0], model = up.dimensions()[1];
+  const std::optional<WeightType> type = TypeOf(up);
+  if (!type) return ffi::Error::InvalidArgument("up: expected float32 or bfloat16");
+  PJAX_RETURN_IF_ERROR(Expect("x", x.dimensions(), {batch, model}));
+  for (const auto& [name, matrix] : {std::pair{"gate", &gate}, std::pair{"down", &down}}) {
+    if (matrix->element_type() != up.element_type()) {
+      return ffi::Error::InvalidArgument(std::string(name) + ": expected the type of up");
+    }
+    if (matrix == &gate && gate.element_count() == 0) continue;
+    PJAX_RETURN_IF_ERROR(Expect(name, matrix->dimensions(), {neurons, model}));
+  }
+  for (const auto& [name, bias] : {std::pair{"gate_bias", &gate_bias}, std::pair{"up_bias", &up_bias}}) {
+    if (bias->element_count() > 0) PJAX_RETURN_IF_ERROR(Expect(name, bias->dimensions(), {neurons}));
+  }
+  if (mask.element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("mask", mask.dimensions(), {batch, neurons}));
+  PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, model}));
+  PJAX_RETURN_IF_ERROR(Expect("counts", counts->dimensions(), {3, batch}));
+
+  FfnArgs args;
+  args.gate = IfPresent(gate.untyped_data(), gate.element_count());
+  args.up = up.untyped_data();
+  args.down = down.untyped_data();
+  args.gate_bias = IfPresent(gate_bias.typed_data(), gate_bias.element_count());
+  args.up_bias = IfPresent(up_bias.typed_data(), up_bias.element_count());
+  args.x = x.typed_data();
+  args.mask = IfPresent(reinterpret_cast<const uint8_t*>(mask.typed_data()), mask.element_count());
+  args.batch = batch;
+  args.neurons = neurons;
+  args.model = model;
+  args.every_neuron = every_neuron;
+  args.y = y->typed_data();
+  args.predicted = counts->typed_data();
+  args.computed = counts->typed_data() + batch;
+  args.active = counts->typed_data() + 2 * batch;
+  SparseFfn(args, KernelsFor(Level(), *type), ThreadPool::Process());
+  return ffi::Error::Success();
+}
+
+ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixResult y) {
+  if (weight.dimensions().size() != 2) return ffi::Error::InvalidArgument("weight: expected shape [out, in]");
+  const std::optional<WeightType> type = TypeOf(weight);
+  if (!type) return ffi::Error::InvalidArgument("weight: expected float32 or bfloat16");
+  const int64_t batch = x.dimensions()[0], rows = weight.dimensions()[0], columns = weight.dimensions()[1];
+  PJAX_RETURN_IF_ERROR(Expect("x", x.dimensions(), {batch, columns}));
+  if (bias.element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("bias", bias.dimensions(), {rows}));
+  PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, rows}));
+  const float* bias_data = IfPresent(bias.typed_data(), bias.element_count());
+  const MatvecArgs args{weight.untyped_data(), bias_data, x.typed_data(), batch, rows, columns, y->typed_data()};
+  Matvec(args, KernelsFor(Level(), *type), ThreadPool::Process());
+  return ffi::Error::Success();
+}
+
+ffi::Error StreamSumImpl(ffi::AnyBuffer x, WordResult sum) {
+  const RowKernels& kernels = KernelsFor(Level(), WeightType::kFloat32);
+  *sum->typed_data() = StreamSum(x.untyped_data(), x.size_bytes(), kernels, ThreadPool::Process());
+  return ffi::Error::Success();
+}
+
+// For tests: where the operand lies, as its lower and upper 32 bits. Shows whether XLA copied a weight.
+ffi::Error AddressImpl(ffi::AnyBuffer x, AddressResult address) {
+  PJAX_RETURN_IF_ERROR(Expect("address", address->dimensions(), {2}));
+  const auto value = reinterpret_cast<uintptr_t>(x.untyped_data());
+  address->typed_data()[0] = static_cast<uint32_t>(value);
+  address->typed_data()[1] = static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace pjax
+
+extern "C" {
+PJAX_EXPORT XLA_FFI_Error* pjax_sparse_ffn(XLA_FFI_CallFrame*);
+PJAX_EXPORT XLA_FFI_Error* pjax_matvec(XLA_FFI_CallFrame*);
+PJAX_EXPORT XLA_FFI_Error* pjax_stream_sum(XLA_FFI_CallFrame*);
+PJAX_EXPORT XLA_FFI_Error* pjax_address(XLA_FFI_CallFrame*);
+
+// major << 16 | minor of the FFI headers this was compiled with; a jaxlib accepts its own version and older ones.
+PJAX_EXPORT uint32_t pjax_ffi_api_version() { return XLA_FFI_API_MAJOR << 16 | XLA_FFI_API_MINOR; }
+
+// Checks the environment variables; null, or what is wrong with them. To be called once, before any handler.
+PJAX_EXPORT const char* pjax_init() {
+  static const std::string* error = [] {
+    auto* text = new std::string;
+    pjax::ChooseCpuLevel(getenv("PJAX_CPU"), text);
+    if (text->empty()) pjax::NumThreads(getenv("PJAX_NUM_THREADS"), text);
+    return text;
+  }();
+  return error->empty() ? nullptr : error->c_str();
+}
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_sparse_ffn, pjax::SparseFfnImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<pjax::Matrix32>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<pjax::Vector32>()
+                                  .Arg<pjax::Vector32>()
+                                  .Arg<pjax::Mask>()
+                                  .Ret<pjax::Matrix32>()
+                                  .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Attr<bool>("every_neuron"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_matvec, pjax::MatvecImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<pjax::Matrix32>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<pjax::Vector32>()
+                                  .Ret<pjax::Matrix32>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_stream_sum, pjax::StreamSumImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::BufferR0<xla::ffi::U32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_address, pjax::AddressImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::BufferR1<xla::ffi::U32>>());

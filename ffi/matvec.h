@@ -1,0 +1,28 @@
+// A matrix times a few vectors, at the speed at which the matrix comes out of memory.
+#ifndef PJAX_FFI_MATVEC_H_
+#define PJAX_FFI_MATVEC_H_
+
+#include <stdint.h>
+
+#include "row_kernels.h"
+#include "thread_pool.h"
+
+namespace pjax {
+
+struct MatvecArgs {
+  const void* weight;  // [rows, columns]
+  const float* bias;   // [rows] or nullptr
+  const float* x;      // [batch, columns]
+  int64_t batch, rows, columns;
+  float* y;            // [batch, rows]
+};
+
+// y[t, r] = weight[r] . x[t] + bias[r].
+void Matvec(const MatvecArgs& args, const RowKernels& kernels, ThreadPool& pool);
+
+// Sum modulo 2^32 of the buffer as native uint32 words, the last one padded with zero bytes.
+uint32_t StreamSum(const void* data, int64_t bytes, const RowKernels& kernels, ThreadPool& pool);
+
+}  // namespace pjax
+
+#endif  // PJAX_FFI_MATVEC_H_

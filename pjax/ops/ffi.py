@@ -1,0 +1,137 @@
+"""The CPU kernels as JAX functions: finds, checks and registers the shared library, on first use.
+
+The only module that touches `jax.ffi` and `ctypes`. Importing it loads nothing.
+"""
+
+import ctypes
+import functools
+import os
+import pathlib
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pjax.base import Ffn
+
+WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16)
+"""Weight types that the kernels read."""
+
+_LIBRARY_NAME = "libpjax_cpu.so"
+_TARGETS = ("pjax_sparse_ffn", "pjax_matvec", "pjax_stream_sum", "pjax_address")
+_LOCK = threading.Lock()
+
+
+def unusable_reason() -> str | None:
+    """Why the kernels cannot be used here, or None if they can. Loads and registers them on the first call.
+
+    Raises:
+        ValueError: PJAX_CPU or PJAX_NUM_THREADS holds something that makes no sense.
+    """
+    with _LOCK:
+        return _load_once()
+
+
+def sparse_ffn(
+    x: jax.Array, ffn: Ffn, active_mask: jax.Array | None, *, every_neuron: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The kernel behind `pjax.sparse_ffn`.
+
+    Args:
+        x: float32 [batch, model].
+        ffn: float32 or bfloat16 weights.
+        active_mask: bool [batch, neurons] or None for all.
+        every_neuron: whether to read all rows, even those that the gate closes.
+
+    Returns:
+        float32 [batch, model], and int32 [3, batch]: neurons predicted, computed and active.
+    """
+    batch, model = x.shape
+    results = (jax.ShapeDtypeStruct((batch, model), jnp.float32), jax.ShapeDtypeStruct((3, batch), jnp.int32))
+    gate = jnp.zeros((0, model), ffn.up.dtype) if ffn.gate is None else ffn.gate
+    mask = jnp.zeros((0, 0), bool) if active_mask is None else active_mask
+    biases = (_float32_or_empty(ffn.gate_bias), _float32_or_empty(ffn.up_bias))
+    call = jax.ffi.ffi_call("pjax_sparse_ffn", results)
+    y, counts = call(x, gate, ffn.up, ffn.down, *biases, mask, every_neuron=np.bool_(every_neuron))
+    return y, counts
+
+
+def matvec(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """The kernel behind `pjax.ops.matvec`.
+
+    Args:
+        x: float32 [batch, in].
+        weight: float32 or bfloat16 [out, in].
+        bias: [out] or None.
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("pjax_matvec", result)(x, weight, _float32_or_empty(bias))
+
+
+def stream_sum(x: jax.Array) -> jax.Array:
+    """The kernel behind `pjax.ops.stream_sum`: uint32 scalar."""
+    return jax.ffi.ffi_call("pjax_stream_sum", jax.ShapeDtypeStruct((), jnp.uint32))(x)
+
+
+def address(x: jax.Array) -> jax.Array:
+    """Where a kernel sees its operand: uint32 [2], the lower and upper half of the address.
+
+    A test compares it with `x.unsafe_buffer_pointer()`, to find out whether XLA copied a weight.
+    """
+    return jax.ffi.ffi_call("pjax_address", jax.ShapeDtypeStruct((2,), jnp.uint32))(x)
+
+
+def _float32_or_empty(bias: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.float32) if bias is None else bias.astype(jnp.float32)
+
+
+@functools.cache
+def _load_once() -> str | None:
+    path = _find_library()
+    if path is None:
+        return f"{_LIBRARY_NAME} is missing; reinstall pjax where a C++ compiler is installed"
+    try:
+        library = ctypes.CDLL(str(path))
+        handlers = {name: getattr(library, name) for name in _TARGETS}
+        library.pjax_ffi_api_version.restype = ctypes.c_uint32
+        built = divmod(library.pjax_ffi_api_version(), 1 << 16)
+        library.pjax_init.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
+        return f"{path} does not load ({error}); reinstall pjax"
+    supported = _jaxlib_ffi_version()
+    if supported is not None and (built[0] != supported[0] or built > supported):
+        return (
+            f"{path} was built for XLA FFI {built[0]}.{built[1]}, but this jaxlib offers {supported[0]}."
+            f"{supported[1]}; reinstall pjax, or install a newer jaxlib"
+        )
+    if problem := library.pjax_init():
+        raise ValueError(problem.decode())
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    return None
+
+
+def _find_library() -> pathlib.Path | None:
+    """The file that PJAX_LIBRARY names, or the one in the package.
+
+    An editable install keeps the built library apart from the sources: the package then has two folders.
+    """
+    if override := os.environ.get("PJAX_LIBRARY"):
+        return pathlib.Path(override) if pathlib.Path(override).exists() else None
+    import pjax.ops
+
+    paths = (pathlib.Path(folder) / _LIBRARY_NAME for folder in pjax.ops.__path__)
+    return next((path for path in paths if path.exists()), None)
+
+
+def _jaxlib_ffi_version() -> tuple[int, int] | None:
+    """The version in jaxlib's own header, or None if it ships without."""
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    if not header.exists():
+        return None
+    text = header.read_text()
+    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(number.group(1)) if number else 0 for number in numbers)
+    return major, minor
