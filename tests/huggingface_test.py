@@ -12,7 +12,17 @@ from safetensors.numpy import load_file, save_file
 
 from pjax.formats import read_checkpoint, write_checkpoint
 from tests.cases import find_case
-from tests.tiny import CONTEXT, MODEL, VOCAB, edit_config, tiny_llama, tiny_opt
+from tests.tiny import (
+    CONTEXT,
+    MODEL,
+    VOCAB,
+    assert_same,
+    by_file_name,
+    edit_config,
+    read_all,
+    tiny_llama,
+    tiny_opt,
+)
 
 SAME_CASES = """
     llama_mha llama_gqa llama_mqa llama_tied llama_attn_mlp_bias llama_head_dim16 llama_rope_theta5e5 opt_base
@@ -31,33 +41,6 @@ ERROR_CASES = {
     "bamboo_drelu": "BambooForCausalLM",
     "prosparse_fatrelu": "SparseLlamaForCausalLM",
 }
-
-
-def read_all(checkpoint):
-    """Every tensor's array, each checked against what the record promised."""
-    arrays = {}
-    for name, tensor in checkpoint.tensors.items():
-        array = arrays[name] = tensor.read()
-        assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), name
-        assert array.flags.c_contiguous, name
-    return arrays
-
-
-def by_file_name(checkpoint):
-    """The arrays as the file has them: its names, and down turned back."""
-    arrays = read_all(checkpoint)
-    return {
-        tensor.name: arrays[name].T if name.endswith("ffn.down") else arrays[name]
-        for name, tensor in checkpoint.tensors.items()
-    }
-
-
-def assert_same(found, expected):
-    """Same names, types and bits."""
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert found[name].dtype == array.dtype, name
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -99,29 +82,6 @@ def test_names_without_the_outer_module(tmp_path):
     bare = {name.removeprefix("model."): array for name, array in tensors.items()}
     save_file(bare, tmp_path / "m" / "model.safetensors")
     assert_same(by_file_name(read_checkpoint(tmp_path / "m")), bare)
-
-
-def test_shards(tmp_path):
-    """An index spreads the same tensors over files; each is read from the file it names."""
-    folder = tmp_path / "m"
-    tensors = tiny_llama(folder)
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    weight_map = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(names)}
-    for shard in set(weight_map.values()):
-        save_file({n: tensors[n] for n in names if weight_map[n] == shard}, folder / shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    checkpoint = read_checkpoint(folder)
-    assert_same(by_file_name(checkpoint), tensors)
-    assert all(t.file.endswith(weight_map[t.name]) for t in checkpoint.tensors.values())
-    weight_map["lm_head.weight"] = "model-9.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(FileNotFoundError, match="model-9.safetensors is missing"):
-        read_checkpoint(folder)
-    weight_map["lm_head.weight"] = "../m/model-0.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ValueError, match="files beside it"):
-        read_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -255,42 +215,6 @@ def test_tied_head_in_the_file_is_ignored(tmp_path):
     edit_config(tmp_path / "m", tie_word_embeddings=True)
     del tensors["lm_head.weight"]
     assert_same(by_file_name(read_checkpoint(tmp_path / "m")), tensors)
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"", "is empty"),
-        (b"abc", "begins b'abc'"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
-        (b"<!DOCTYPE html><html></html>", "web page"),
-        (b"GGUF\x03\x00\x00\x00\x00\x00\x00\x00", "GGUF"),
-        (b"PK\x03\x04" + bytes(60), "PyTorch archive"),
-        (b"../../blobs/0123", "link that was copied as text"),
-        (b'\x10\x00\x00\x00\x00\x00\x00\x00{"a": [[[[[[[[[[', "header is damaged"),
-        (b'\x40\x00\x00\x00\x00\x00\x00\x00{"a"', "12 bytes, its header promises 72: an incomplete download"),
-        (b"\x40\x00\x00\x00\x00\x00\x00\x00", "8 bytes, its header promises 72: an incomplete download"),
-    ],
-)
-def test_not_safetensors_says_what_it_is(tmp_path, content, message):
-    """Whatever lies under the name model.safetensors, the message says what to do."""
-    tiny_llama(tmp_path / "m")
-    file = tmp_path / "m" / "model.safetensors"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(str(file))) as caught:
-        read_checkpoint(tmp_path / "m")
-    assert message in str(caught.value)
-
-
-def test_every_cut_is_noticed(tmp_path):
-    """A download that stopped anywhere is an error with both sizes, or says it is not the file."""
-    folder = tmp_path / "m"
-    tiny_llama(folder)
-    whole = (folder / "model.safetensors").read_bytes()
-    for size in range(0, len(whole), 97):
-        (folder / "model.safetensors").write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="incomplete download|is empty|is not a safetensors"):
-            read_checkpoint(folder)
 
 
 def test_wrong_paths(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Writes tiny random Hugging Face checkpoints, by the file format's own names and without pjax."""
+"""Tiny random Hugging Face checkpoints, written without pjax, and comparing them with what was read."""
 
 import json
 from pathlib import Path
@@ -123,6 +123,33 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     values = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+def read_all(checkpoint):
+    """Every tensor's array, each checked against what the record promised."""
+    arrays = {}
+    for name, tensor in checkpoint.tensors.items():
+        array = arrays[name] = tensor.read()
+        assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), name
+        assert array.flags.c_contiguous, name
+    return arrays
+
+
+def by_file_name(checkpoint):
+    """The arrays as the file has them: its names, and down turned back."""
+    arrays = read_all(checkpoint)
+    return {
+        tensor.name: arrays[name].T if name.endswith("ffn.down") else arrays[name]
+        for name, tensor in checkpoint.tensors.items()
+    }
+
+
+def assert_same(found, expected):
+    """Same names, types and bits."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 def _linear_shapes(stem: str, linear: dict[str, tuple[int, int]], bias: bool) -> dict[str, tuple[int, ...]]:
