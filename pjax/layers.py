@@ -91,10 +91,7 @@ class SparseFfn(nnx.Module):
         layer = nnx.eval_shape(
             lambda: cls(model, neurons, activation=activation, gated=gate is not None, rngs=nnx.Rngs(0))
         )
-        if gate is not None:
-            layer.gate.set_value(gate.T)
-        layer.up.set_value(up.T)
-        layer.down.set_value(down)
+        layer.set_weights(Ffn(None if gate is None else gate.T, up.T, down))
         return layer
 
     @property
@@ -111,6 +108,12 @@ class SparseFfn(nnx.Module):
             gate_bias=value(self.gate_bias),
             up_bias=value(self.up_bias),
         )
+
+    def set_weights(self, ffn: Ffn) -> None:
+        """Replaces the neurons, by as many or as few as `ffn` has; the down bias stays."""
+        for name in ("gate", "up", "down", "gate_bias", "up_bias"):
+            if getattr(self, name) is not None:
+                getattr(self, name).set_value(getattr(ffn, name))
 
     def add_down_bias(self, y: jax.Array) -> jax.Array:
         """`y + down_bias` for y [..., model], the sum of the blocks."""

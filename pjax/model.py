@@ -15,11 +15,6 @@ from pjax.layers import SparseFfn, dense_ffn_fn
 HIGHEST = jax.lax.Precision.HIGHEST
 """Float32 means float32: a GPU would otherwise round the operands to TF32, 1e-3 relative."""
 
-MAX_MATVEC_TOKENS = 8
-"""Up to this many tokens a projection is bound by reading its weight, and `matvec` reads it once a
-token at the rate of memory; more tokens are bound by arithmetic and go to XLA's matrix product."""
-
-
 NUM_PROMPT_BLOCKS = 8
 """A prompt's queries attend in so many blocks, each to the keys up to its own end: nearly half of the
 scores are never computed, and a block's scores stay in the cache (2.4x faster at 256 tokens)."""
@@ -55,10 +50,7 @@ class Linear(nnx.Module):
 
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x @ weight.T` in float32; x [batch, seq, in], weight [out, in] of any float type."""
-    batch, seq, width = x.shape
-    if batch * seq <= MAX_MATVEC_TOKENS:
-        return ops.matvec(x.reshape(-1, width), weight).reshape(batch, seq, -1)
-    return jnp.einsum("bsi,oi->bso", x, weight.astype(jnp.float32), precision=HIGHEST)
+    return ops.matvec(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
 
 
 class Norm(nnx.Module):
@@ -91,6 +83,11 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     low, high = x[..., :half], x[..., half:]
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def prompt_positions(ids: jax.Array) -> jax.Array:
+    """int32 [batch, seq] counting from 0 in each row of ids [batch, seq]."""
+    return jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :], ids.shape)
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
@@ -271,8 +268,7 @@ class Decoder(nnx.Module):
     def __call__(self, ids: jax.Array, ffn_fn: FfnFn = dense_ffn_fn) -> jax.Array:
         """int32 ids [batch, seq] -> float32 logits [batch, seq, vocab], each position seeing those before."""
         ids = jnp.asarray(ids, jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :], ids.shape)
-        return self.logits(self.run(ids, positions, ffn_fn=ffn_fn)[0])
+        return self.logits(self.run(ids, prompt_positions(ids), ffn_fn=ffn_fn)[0])
 
 
 def weight_name(path: tuple) -> str:

@@ -35,6 +35,21 @@ def matvec(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
 
 
+def ffn_values(x: jax.Array, ffn: Ffn, activation: str) -> jax.Array:
+    """What multiplies the down rows, `act(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`; see `Ffn`.
+
+    Args:
+        x: [..., model].
+        ffn: the weights.
+        activation: a key of `ACTIVATIONS`.
+
+    Returns:
+        float32 [..., neurons].
+    """
+    activate, up = ACTIVATIONS[activation], matvec(x, ffn.up, ffn.up_bias)
+    return activate(up) if ffn.gate is None else activate(matvec(x, ffn.gate, ffn.gate_bias)) * up
+
+
 def dense_ffn(x: jax.Array, ffn: Ffn, activation: str) -> jax.Array:
     """`act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`, every neuron; see `Ffn`.
 
@@ -43,7 +58,7 @@ def dense_ffn(x: jax.Array, ffn: Ffn, activation: str) -> jax.Array:
         ffn: the weights.
         activation: a key of `ACTIVATIONS`.
     """
-    return _multiply(_values(x, ffn, ACTIVATIONS[activation]), ffn.down, weight_axis=0)
+    return _multiply(ffn_values(x, ffn, activation), ffn.down, weight_axis=0)
 
 
 def sparse_ffn(x: jax.Array, ffn: Ffn, active_mask: jax.Array | None) -> tuple[jax.Array, FfnCounts]:
@@ -79,11 +94,6 @@ def _multiply(x: jax.Array, weight: jax.Array, weight_axis: int) -> jax.Array:
     axes = (((x.ndim - 1,), (weight_axis,)), ((), ()))
     floats = (x.astype(jnp.float32), weight.astype(jnp.float32))
     return lax.dot_general(*floats, axes, precision=lax.Precision.HIGHEST)
-
-
-def _values(x: jax.Array, ffn: Ffn, activate: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    up = matvec(x, ffn.up, ffn.up_bias)
-    return activate(up) if ffn.gate is None else activate(matvec(x, ffn.gate, ffn.gate_bias)) * up
 
 
 def _count(mask: jax.Array) -> jax.Array:

@@ -1,0 +1,213 @@
+"""Runs a model to observe it: which neurons are active, and on what input; trains predictors on that."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pjax.base import ActivationStats, LowRankPredictor, PredictorReport, Predictors, ProgressFn
+from pjax.model import HIGHEST, Decoder, prompt_positions
+from pjax.ops.reference import ffn_values
+from pjax.predictor import (
+    CERTAIN,
+    FitState,
+    default_rank,
+    fit_step,
+    init_fit,
+    init_predictor,
+    make_optimizer,
+    report_at,
+    score_histogram,
+)
+
+TOKENS_PER_BATCH = 4096
+"""Observed at once: the inputs and masks of a 7B model's layer are then 100 MB, and XLA's products
+run at their full rate."""
+
+HELD_OUT = 8
+"""One of so many sequences is kept from training, to set the threshold and report recall on."""
+
+STEP_TOKENS = 512
+"""Tokens of one optimiser step; fewer are noisy for a neuron that is active for one token in a hundred."""
+
+PASSES = 2
+"""Steps that see each observed token: observing a token costs more than another step on it."""
+
+
+class Observed(NamedTuple):
+    """What one layer did.
+
+    Attributes:
+        x: float32 [tokens, model], the FFN input.
+        active_mask: bool [tokens, neurons].
+    """
+
+    x: jax.Array
+    active_mask: jax.Array
+
+
+def observed_ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, Observed]:
+    """The dense FFN, which also hands back its input and which neurons were active."""
+    del residual
+    values = ffn_values(x, layer.ffn.weights, layer.ffn.activation)
+    y = jnp.matmul(values, layer.ffn.weights.down.astype(jnp.float32), precision=HIGHEST)
+    flat = Observed(x.reshape(-1, x.shape[-1]), (values != 0).reshape(-1, values.shape[-1]))
+    return layer.ffn.add_down_bias(y), flat
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def observe(graphdef, state, ids: jax.Array) -> list[Observed]:
+    """What every layer does on ids [batch, seq]."""
+    return nnx.merge(graphdef, state).run(ids, prompt_positions(ids), ffn_fn=observed_ffn_fn)[2]
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def count_active(graphdef, state, ids: jax.Array) -> list[jax.Array]:
+    """int32 [neurons] per layer: tokens of ids [batch, seq] for which each neuron is active."""
+    return [layer.active_mask.sum(0, dtype=jnp.int32) for layer in observe(graphdef, state, ids)]
+
+
+def check_ids(ids: np.ndarray, vocab: int) -> np.ndarray:
+    """int32 [batch, seq], or a ValueError that says what is wrong."""
+    ids = np.asarray(ids)
+    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"ids: expected integers [batch, seq], at least one, got {ids.dtype} {ids.shape}")
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise ValueError(f"ids: expected 0..{vocab - 1}, got {ids.min()}..{ids.max()}; another tokenizer?")
+    return ids.astype(np.int32)
+
+
+def _batches(ids: np.ndarray) -> Iterator[np.ndarray]:
+    rows = max(1, TOKENS_PER_BATCH // ids.shape[1])
+    for start in range(0, len(ids), rows):
+        yield ids[start : start + rows]
+
+
+def _no_progress(done: int, total: int) -> None:
+    del done, total
+
+
+def collect_stats(
+    model: Decoder, ids: np.ndarray, *, progress_fn: ProgressFn = _no_progress
+) -> ActivationStats:
+    """Counts how often each neuron is active.
+
+    Args:
+        model: the decoder.
+        ids: int32 [batch, seq]; every token is counted.
+        progress_fn: called with the tokens done and in all.
+
+    Raises:
+        ValueError: if the ids do not fit the model, or its activation leaves no neuron at zero.
+    """
+    ids = check_ids(ids, model.config.vocab)
+    if not model.config.is_sparse:
+        raise ValueError(
+            f"model: {model.config.name} has the activation {model.config.activation!r}, under which every "
+            "neuron is active for every token; there is nothing to profile"
+        )
+    graphdef, state = nnx.split(model)
+    counts = [np.zeros(neurons, np.int64) for neurons in model.config.neurons]
+    done = 0
+    for batch in _batches(ids):
+        for total, part in zip(counts, count_active(graphdef, state, batch), strict=True):
+            total += np.asarray(part)
+        done += batch.size
+        progress_fn(done, ids.size)
+    return ActivationStats(tuple(counts), ids.size)
+
+
+def hot_share(counts: np.ndarray, share: float = 0.8) -> float:
+    """The smallest share of neurons that makes `share` of all activations (the paper's Fig. 4).
+
+    Args:
+        counts: [neurons], of one layer or of all layers together.
+        share: of the activations, 0..1.
+    """
+    running = np.cumsum(np.sort(counts)[::-1])
+    if running[-1] == 0:
+        return 0.0
+    return float((np.searchsorted(running, share * running[-1]) + 1) / len(counts))
+
+
+def train_predictors(
+    model: Decoder,
+    ids: np.ndarray,
+    *,
+    recall: float = 0.95,
+    rank: int | None = None,
+    seed: int = 0,
+    progress_fn: ProgressFn = _no_progress,
+) -> Predictors:
+    """Trains one predictor a layer on what the model does, and sets their thresholds.
+
+    The text is observed in random order, a batch at a time, and each batch is forgotten after
+    `PASSES` steps a token: memory does not grow with the text.
+
+    Args:
+        model: the decoder.
+        ids: int32 [batch, seq], at least two sequences; one in eight is held out.
+        recall: wanted share of active neurons marked on held-out tokens, 0..1.
+        rank: width of the predictors; None takes `default_rank`.
+        seed: of the initial weights and the order.
+        progress_fn: called with the sequences done and in all.
+
+    Raises:
+        ValueError: if the ids do not fit the model, or recall is outside 0..1.
+    """
+    stats_ids = check_ids(ids, model.config.vocab)
+    if len(stats_ids) < 2:
+        raise ValueError(f"ids: expected at least two sequences, one of them to hold out, got {len(stats_ids)}")
+    if not 0 <= recall <= 1:
+        raise ValueError(f"recall: expected a number in 0..1, got {recall}")
+    held_out, training = stats_ids[::HELD_OUT], np.delete(stats_ids, np.s_[::HELD_OUT], axis=0)
+    training = np.random.default_rng(seed).permutation(training)
+    predictors = _fit(model, training, rank, seed, lambda done: progress_fn(done, len(stats_ids)))
+    graphdef, state = nnx.split(model)
+    histograms = [np.zeros((2, 1), np.int64)] * model.config.layers
+    done = len(training)
+    for batch in _batches(held_out):
+        layers = observe(graphdef, state, batch)
+        for i, (predictor, layer) in enumerate(zip(predictors, layers, strict=True)):
+            histograms[i] = histograms[i] + np.asarray(score_histogram(predictor, layer.x, layer.active_mask))
+        done += len(batch)
+        progress_fn(done, len(stats_ids))
+    reports = [report_at(p, h, recall) for p, h in zip(predictors, histograms, strict=True)]
+    return Predictors(tuple(map(_with_threshold, predictors, reports)), tuple(reports))
+
+
+def _with_threshold(predictor: LowRankPredictor, report: PredictorReport) -> LowRankPredictor:
+    threshold = jnp.float32(np.clip(report.threshold, -CERTAIN, CERTAIN))
+    return LowRankPredictor(predictor.first, predictor.second, predictor.bias, threshold, predictor.input)
+
+
+def _fit(
+    model: Decoder, ids: np.ndarray, rank: int | None, seed: int, done_fn
+) -> list[LowRankPredictor]:
+    """One pass over the sequences, in their order, training all layers side by side."""
+    graphdef, state = nnx.split(model)
+    num_steps = sum(PASSES * (batch.size // min(STEP_TOKENS, batch.size)) for batch in _batches(ids))
+    optimizer = make_optimizer(num_steps)
+    key, rng = jax.random.key(seed), np.random.default_rng(seed)
+    fits: list[FitState] = []
+    done = 0
+    for batch in _batches(ids):
+        layers = observe(graphdef, state, batch)
+        for i, layer in enumerate(layers):
+            if done == 0:
+                frequency = np.asarray(layer.active_mask.mean(0))
+                width = rank or default_rank(model.config.model, model.config.neurons[i])
+                start = init_predictor(jax.random.fold_in(key, i), model.config.model, frequency, width)
+                fits.append(init_fit(start, optimizer))
+            size = min(STEP_TOKENS, batch.size)
+            for _ in range(PASSES):
+                order = rng.permutation(batch.size)[: batch.size // size * size].reshape(-1, size)
+                for rows in order:
+                    fits[i], _ = fit_step(fits[i], layer.x[rows], layer.active_mask[rows], optimizer=optimizer)
+        done += len(batch)
+        done_fn(done)
+    return [fit.predictor for fit in fits]

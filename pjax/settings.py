@@ -1,0 +1,153 @@
+"""What a run is asked to do: the frozen, checked form of a config file."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileSettings:
+    """Attributes: text (a .txt or .jsonl file, or "stdlib:calibration"), num_tokens (at most, of it)."""
+
+    text: str = "stdlib:calibration"
+    num_tokens: int = 131072
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictorSettings:
+    """Attributes: kind ("lowrank"), dtype of its weights ("float32"), recall wanted on held-out tokens."""
+
+    kind: str = "lowrank"
+    dtype: str = "float32"
+    recall: float = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementSettings:
+    """Attributes: device_bytes (a number, "8GiB", "40%" of the FFN, "max"), objective ("impact"),
+    group_size (neurons decided together), time_limit_s of the solver."""
+
+    device_bytes: int | str = "max"
+    objective: str = "impact"
+    group_size: int = 64
+    time_limit_s: float = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateSettings:
+    """Attributes: as the arguments of `LLM.generate`."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class QualitySettings:
+    """Attributes: text to score, num_tokens (at most, of it), max_perplexity_rise of predicted over dense."""
+
+    text: str = "stdlib:evaluation"
+    num_tokens: int = 16384
+    max_perplexity_rise: float = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All of it; `hardware` is "measured" or the name of a preset, `mode` None chooses by the guard."""
+
+    model: str
+    prompt: str
+    activation: str | None = None
+    dtype: str | None = None
+    mode: str | None = None
+    seed: int = 0
+    hardware: str = "measured"
+    profile: ProfileSettings = ProfileSettings()
+    predictor: PredictorSettings = PredictorSettings()
+    placement: PlacementSettings = PlacementSettings()
+    generate: GenerateSettings = GenerateSettings()
+    quality: QualitySettings = QualitySettings()
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "dtype": (None, "float32", "bfloat16", "float16"),
+    "mode": (None, "dense", "exact", "predicted"),
+    "predictor.kind": ("lowrank",),
+    "predictor.dtype": ("float32",),
+    "placement.objective": ("impact",),
+}
+"""Keys with a fixed set of values."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    "profile.num_tokens": (2, 1e12),
+    "predictor.recall": (0.0, 1.0),
+    "placement.group_size": (1, 1e9),
+    "placement.time_limit_s": (1e-3, 1e6),
+    "quality.num_tokens": (2, 1e12),
+    "quality.max_perplexity_rise": (0.0, 1e6),
+    "seed": (0, 2**63 - 1),
+}
+"""Keys with a range; those of `generate` are checked where they are used."""
+
+
+def make_settings(values: Mapping[str, Any]) -> Settings:
+    """Checks a config's values.
+
+    Args:
+        values: nested mappings, with the keys of `Settings`.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value has the wrong type or range; it names the key.
+    """
+    settings = _fill(Settings, values, "")
+    for key, choices in CHOICES.items():
+        if _get(settings, key) not in choices:
+            raise ValueError(f"config.{key}: expected one of {list(choices)}, got {_get(settings, key)!r}")
+    for key, (low, high) in RANGES.items():
+        if not low <= _get(settings, key) <= high:
+            raise ValueError(f"config.{key}: expected {low:g} to {high:g}, got {_get(settings, key)!r}")
+    return settings
+
+
+def _get(settings: Settings, key: str) -> Any:
+    value: Any = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _fill(record: type, values: Any, prefix: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"config.{prefix.rstrip('.')}: expected keys and values, got {values!r}")
+    hints = typing.get_type_hints(record)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise ValueError(f"config.{prefix}{unknown[0]}: no such key; the keys here are {', '.join(hints)}")
+    required = [f.name for f in dataclasses.fields(record) if f.default is dataclasses.MISSING]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ValueError(f"config.{prefix}{missing[0]}: this key is required")
+    return record(**{name: _convert(hints[name], value, prefix + name) for name, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _fill(hint, value, key + ".")
+    if hint == tuple[str, ...]:
+        value = (value,) if isinstance(value, str) else tuple(value)
+        if all(isinstance(part, str) for part in value):
+            return value
+        raise ValueError(f"config.{key}: expected strings, got {value!r}")
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(value) in allowed:
+        return value
+    if float in allowed and type(value) is int:
+        return float(value)
+    names = " or ".join("None" if t is types.NoneType else t.__name__ for t in allowed)
+    raise ValueError(f"config.{key}: expected {names}, got {value!r}")

@@ -1,0 +1,172 @@
+"""Keeps what the stages made: one file a stage, written whole or not at all, with a fingerprint.
+
+An artefact is a `.npz` of arrays with one JSON record beside them. Its fingerprint says what it was
+made from; one that does not match is not returned, so it is made again or refused, never used.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pjax.base import ActivationStats, LowRankPredictor, Placement, PredictorReport, Predictors
+
+RECORD = "__record__"
+"""Name of the JSON record among the arrays."""
+
+
+class Artefact(NamedTuple):
+    """What a stage made: arrays by name and a JSON record."""
+
+    arrays: dict[str, np.ndarray]
+    record: dict[str, Any]
+
+
+def fingerprint(*parts: Any) -> str:
+    """A short hash of values that JSON can write and of arrays' bytes, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(f"{part.dtype}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).view(np.uint8))
+        else:
+            digest.update(json.dumps(part, sort_keys=True).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file under a temporary name, then renames it: it is there whole, or not at all."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        if not _is_running(int(leftover.suffixes[-2][1:])):
+            leftover.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, f"could not write {path}: {os.strerror(error.errno or 0)}") from error
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def save(workdir: Path, name: str, made_from: str, artefact: Artefact) -> None:
+    """Writes an artefact.
+
+    Args:
+        workdir: an existing folder.
+        name: of the stage.
+        made_from: fingerprint of all that the artefact depends on.
+        artefact: what to write.
+    """
+    import io
+
+    record = json.dumps({"made_from": made_from, "record": artefact.record})
+    buffer = io.BytesIO()
+    np.savez(buffer, **artefact.arrays, **{RECORD: np.frombuffer(record.encode(), np.uint8)})  # type: ignore[arg-type]
+    write_atomically(workdir / f"{name}.npz", buffer.getvalue())
+
+
+def load(workdir: Path, name: str, made_from: str | None) -> Artefact | None:
+    """Reads an artefact.
+
+    Args:
+        workdir: the folder.
+        name: of the stage.
+        made_from: the fingerprint it must have; None accepts any.
+
+    Returns:
+        None if there is none, if it is damaged (with a note in the log), or if it was made from
+        something else.
+    """
+    path = workdir / f"{name}.npz"
+    if not path.exists():
+        return None
+    try:
+        with np.load(path) as file:
+            arrays = {key: file[key] for key in file.files}
+        header = json.loads(arrays.pop(RECORD).tobytes())
+    except (zipfile.BadZipFile, ValueError, KeyError, OSError, EOFError) as error:
+        logging.warning("%s is damaged (%s) and is made again", path, error)
+        return None
+    if made_from is not None and header["made_from"] != made_from:
+        return None
+    return Artefact(arrays, header["record"])
+
+
+def _per_layer(arrays: Mapping[str, np.ndarray], prefix: str) -> tuple[np.ndarray, ...]:
+    return tuple(arrays[f"{prefix}.{i}"] for i in range(sum(key.startswith(f"{prefix}.") for key in arrays)))
+
+
+def pack_stats(stats: ActivationStats) -> Artefact:
+    """The statistics as an artefact."""
+    arrays = {f"counts.{i}": counts for i, counts in enumerate(stats.counts)}
+    return Artefact(arrays, {"num_tokens": stats.num_tokens})
+
+
+def unpack_stats(artefact: Artefact) -> ActivationStats:
+    """The reverse of `pack_stats`."""
+    return ActivationStats(_per_layer(artefact.arrays, "counts"), artefact.record["num_tokens"])
+
+
+def pack_predictors(predictors: Predictors) -> Artefact:
+    """The predictors as an artefact."""
+    arrays = {
+        f"{field}.{i}": np.asarray(getattr(predictor, field))
+        for i, predictor in enumerate(predictors.layers)
+        for field in ("first", "second", "bias", "threshold")
+    }
+    record = {
+        "inputs": [predictor.input for predictor in predictors.layers],
+        "reports": [report._asdict() for report in predictors.reports],
+    }
+    return Artefact(arrays, record)
+
+
+def unpack_predictors(artefact: Artefact) -> Predictors:
+    """The reverse of `pack_predictors`; the weights are numpy arrays."""
+    fields = (_per_layer(artefact.arrays, field) for field in ("first", "second", "bias", "threshold"))
+    layers = tuple(LowRankPredictor(*parts) for parts in zip(*fields, artefact.record["inputs"], strict=True))
+    return Predictors(layers, tuple(PredictorReport(**report) for report in artefact.record["reports"]))
+
+
+def pack_placement(placement: Placement) -> Artefact:
+    """The placement as an artefact: its record, and the neuron tables (hot neurons' numbers)."""
+    arrays = {f"hot_ids.{i}": np.flatnonzero(mask) for i, mask in enumerate(placement.hot_mask)}
+    record = {field: getattr(placement, field) for field in Placement.__dataclass_fields__ if field != "hot_mask"}
+    return Artefact(arrays, record | {"neurons": [len(mask) for mask in placement.hot_mask]})
+
+
+def unpack_placement(artefact: Artefact) -> Placement:
+    """The reverse of `pack_placement`.
+
+    Raises:
+        ValueError: a neuron table has an id twice or out of range.
+    """
+    record = dict(artefact.record)
+    masks = []
+    for i, neurons in enumerate(record.pop("neurons")):
+        ids, mask = artefact.arrays[f"hot_ids.{i}"], np.zeros(neurons, bool)
+        if len(np.unique(ids)) != len(ids) or (len(ids) and (ids.min() < 0 or ids.max() >= neurons)):
+            raise ValueError(f"placement: layer {i}'s neuron table has an id twice or outside 0..{neurons - 1}")
+        mask[ids] = True
+        masks.append(mask)
+    return Placement(hot_mask=tuple(masks), **record)
