@@ -2,10 +2,10 @@
 
     python -m experiments.kernel_speed [--quick] [--output=kernel_speed.json]
 
-Every call reads other weights, and between two calls more memory than the last cache holds is streamed: that
-empties the cache, and its own time is the machine's bandwidth at that moment. A share is the median of
-the ratios of each call to the streams right before and after it. `vs XLA` is the time of the dense float32 FFN in XLA
-divided by the row's time, for the rows that compute a whole FFN.
+Every call reads other weights, and between two calls more memory than the last cache holds is streamed:
+that empties the cache, and its own time is the machine's bandwidth at that moment. A share is the median
+of the ratios of each call to the streams right before and after it. `vs XLA` is the time of the dense
+float32 FFN in XLA divided by the row's time, for the rows that compute a whole FFN.
 """
 
 import csv
@@ -30,7 +30,7 @@ _QUICK = flags.DEFINE_bool("quick", False, "A smaller shape and fewer repeats: s
 _OUTPUT = flags.DEFINE_string("output", None, "Write the table to this .csv or .json file too.")
 _REPEATS = flags.DEFINE_integer("repeats", 15, "Timed calls for each row.", lower_bound=3)
 
-# Larger than the last cache of any machine this was run on (300 MB), so that a stream of it empties the cache.
+# Larger than the last cache of the machines this was run on (300 MB): a stream of it empties the cache.
 FLUSH_BYTES = 512 << 20
 
 # Weights of which no call finds anything in the cache even without the flush.
@@ -63,7 +63,9 @@ def time_call(fn: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, calls: list[Callable[[], Any]], num_bytes: list[float], flush: jax.Array, repeats: int) -> Row:
+def measure(
+    name: str, calls: list[Callable[[], Any]], num_bytes: list[float], flush: jax.Array, repeats: int
+) -> Row:
     """Times `calls` in turn, each between two streams.
 
     Args:
@@ -104,7 +106,7 @@ def sparse_rows(neurons: int, model: int, density: float, flush: jax.Array, repe
     num_calls = 4 * copies
     xs = [jnp.asarray(rng.standard_normal(model), jnp.float32) for _ in range(num_calls)]
     masks = [jnp.asarray(rng.random(neurons) < density) for _ in range(num_calls)]
-    # The gates open for `density` of the neurons in exact mode, and for all of them where the mask decides alone.
+    # Opens the gates of `density` of the neurons in exact mode.
     closing = statistics.NormalDist().inv_cdf(density)
     sparse = jax.jit(functools.partial(ops.sparse_ffn_counted, activation="relu"))
     dense = jax.jit(functools.partial(ops.dense_ffn, activation="relu"))
@@ -151,7 +153,9 @@ def print_table(rows: list[Row]) -> None:
     print(f"{'':42}{'us':>10}{'GB/s':>8}{'stream':>8}{'vs XLA':>8}")
     for row in rows:
         versus = "" if row.vs_xla is None else f"{row.vs_xla:.1f}x"
-        print(f"{row.name:42}{row.time_us:10.1f}{row.bytes_per_s / 1e9:8.1f}{row.stream_share:8.0%}{versus:>8}")
+        print(
+            f"{row.name:42}{row.time_us:10.1f}{row.bytes_per_s / 1e9:8.1f}{row.stream_share:8.0%}{versus:>8}"
+        )
 
 
 def write_table(rows: list[Row], path: str) -> None:

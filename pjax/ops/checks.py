@@ -47,7 +47,7 @@ def check_input(x: jax.Array, model: int, *, ranks: tuple[int, ...] | None) -> N
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """x as float32 [batch, model], whatever its rank."""
+    """Returns x as float32 [batch, model], whatever its rank."""
     return x.astype(jnp.float32).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -68,8 +68,8 @@ def check_sparse_activation(activation: str) -> None:
     """Raises ValueError unless the activation is exactly zero for a negative input."""
     if activation not in SPARSE_ACTIVATIONS:
         raise ValueError(
-            f"activation: expected one of {list(SPARSE_ACTIVATIONS)}, got {activation!r}, which leaves no neuron "
-            'at exactly zero; run this model in mode "dense" (pjax.ops.dense_ffn).'
+            f"activation: expected one of {list(SPARSE_ACTIVATIONS)}, got {activation!r}, which leaves no "
+            'neuron at exactly zero; run this model in mode "dense" (pjax.ops.dense_ffn).'
         )
 
 

@@ -18,10 +18,12 @@ OperatorFn = Callable[[Any, Any], Any]
 """`fn(tokens, weights) -> result`: every leaf of tokens and result has the batch as its first axis."""
 
 MAX_KERNEL_TOKENS = 16
-"""Tokens up to which None chooses a kernel. Kernels are made for few tokens; XLA's GEMM is faster for more."""
+"""Tokens up to which None chooses a kernel: kernels are made for few, XLA's GEMM is faster for more."""
 
 
-def make_operator(kernel: OperatorFn, formula: OperatorFn) -> Callable[[Any, Any, Implementation | None], Any]:
+def make_operator(
+    kernel: OperatorFn, formula: OperatorFn
+) -> Callable[[Any, Any, Implementation | None], Any]:
     """`operator(tokens, weights, implementation)`: jitted, with the gradient of `formula`.
 
     Under vmap over the tokens the batch grows and the weights stay where they are.
@@ -80,7 +82,8 @@ def dispatch(
         if reason := ffi.unusable_reason():
             raise RuntimeError(f'implementation: "cpu" was asked for, but {reason}.')
         if not readable:
-            raise ValueError(f'implementation: "cpu" reads float32 and bfloat16, got {jnp.dtype(dtype)}; use None.')
+            got = jnp.dtype(dtype)
+            raise ValueError(f'implementation: "cpu" reads float32 and bfloat16, got {got}; use None.')
         return kernel(*args)
     if not (readable and prefer_kernel and _kernels_usable()):
         return formula(*args)
@@ -109,11 +112,11 @@ def _fold_vmap(fn: OperatorFn) -> OperatorFn:
         if any(jax.tree.leaves(weights_batched)):
             result = _map_batched(folded, (tokens, weights), in_batched)
         else:
-            stacked = jax.tree.map(
-                lambda leaf, batched: leaf if batched else jnp.broadcast_to(leaf[None], (axis_size, *leaf.shape)),
-                tokens,
-                tokens_batched,
-            )
+
+            def stack(leaf: jax.Array, batched: bool) -> jax.Array:
+                return leaf if batched else jnp.broadcast_to(leaf[None], (axis_size, *leaf.shape))
+
+            stacked = jax.tree.map(stack, tokens, tokens_batched)
             batch = jax.tree.leaves(stacked)[0].shape[1]
             merged = jax.tree.map(lambda leaf: leaf.reshape(axis_size * batch, *leaf.shape[2:]), stacked)
             result = folded(merged, weights)

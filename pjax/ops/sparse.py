@@ -94,7 +94,7 @@ def dense_ffn(
     if activation == "relu":
         return _dense_relu(checks.as_rows(x), ffn, implementation).reshape(x.shape)
     if implementation == "cpu":
-        raise ValueError(f'implementation: "cpu" computes relu only, got activation {activation!r}; use None.')
+        raise ValueError(f'implementation: "cpu" computes relu only, got {activation!r}; use None.')
     return reference.dense_ffn(x, ffn, activation)
 
 
