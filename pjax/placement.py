@@ -270,7 +270,10 @@ def _choose_optimally(
     program.seed = _SEED
     program.max_mip_gap = _MIP_GAP
     is_hot = [program.add_var(var_type=mip.BINARY, obj=item.value) for item in items]
-    program += mip.xsum(item.size * x for item, x in zip(items, is_hot, strict=True)) <= capacity
+    # In units of the groups: a left-over part of a group would loosen the bound and stall the search.
+    unit = math.gcd(*(item.size for item in items))
+    used = mip.xsum(item.size // unit * x for item, x in zip(items, is_hot, strict=True))
+    program += used <= capacity // unit
     starts = [i for i, item in enumerate(items) if item.leads]
     for start, stop in zip(starts, [*starts[1:], len(items)], strict=True):
         program += mip.xsum(is_hot[start + 1 : stop]) <= (stop - start - 1) * is_hot[start]
