@@ -22,10 +22,9 @@ _BLOCKS = {"float32": (1, 4), "bfloat16": (1, 2), "float16": (1, 2), "q8_0": (32
 _BIAS_BYTES = 4  # biases stay float32 whatever the type of the rows
 _ID_BYTES = 4  # the neuron's number in the neuron table, int32
 
-# The solver's default, 1e-4, calls a placement optimal that is a ten-thousandth worse than another;
-# at 1e-6 only differences below the noise of any profile are left.
+# At the solver's default, 1e-4, "optimal" is visibly not; 1e-6 is below the noise of any profile.
 _MIP_GAP = 1e-6
-# Any fixed number: the solver breaks ties by it, and the same input must give the same placement.
+# Any fixed number: the solver breaks ties by it.
 _SEED = 1
 
 
@@ -104,15 +103,13 @@ def check_hardware(hardware: HardwareSpec) -> None:
         ValueError: naming the field, if a size or bandwidth is not a positive finite number, or a
             cost is negative or not finite.
     """
-    for field in dataclasses.fields(hardware):
-        value = getattr(hardware, field.name)
-        is_cost = field.name in ("launch_s", "sync_s")
-        if isinstance(value, str):
-            continue
+    numbers = {k: v for k, v in dataclasses.asdict(hardware).items() if not isinstance(v, str)}
+    for name, value in numbers.items():
+        is_cost = name in ("launch_s", "sync_s")
         if not math.isfinite(value) or value < 0 or (value == 0 and not is_cost):
             expected = "a finite number >= 0" if is_cost else "a positive finite number"
             raise ValueError(
-                f"hardware {hardware.name!r}: {field.name}: expected {expected}, got {value!r}; "
+                f"hardware {hardware.name!r}: {name}: expected {expected}, got {value!r}; "
                 "measure the machine with measure_hardware() or start from hardware_preset(name)"
             )
 
@@ -236,9 +233,8 @@ def _choose(items: Sequence[_Item], capacity: int, time_limit_s: float) -> _Choi
 def _choose_greedily(items: Sequence[_Item], capacity: int) -> _Choice:
     """Takes items by frequency per neuron while they fit; bounded by the program without C.
 
-    Leading items come before their layer's others since no other of that layer is denser (and the
-    sort is stable). Without that order as a constraint and with fractions of an item allowed, taking
-    the densest first is optimal; its value bounds the program.
+    Leaders come first: no item of their layer is denser, and the sort is stable. With fractions of
+    items, and without C, this order is optimal, so its value bounds the program.
     """
     hot = np.zeros(len(items), bool)
     led = set()
@@ -272,7 +268,7 @@ def _choose_optimally(
     is_hot = [program.add_var(var_type=mip.BINARY, obj=item.value) for item in items]
     # In units of the groups: a left-over part of a group would loosen the bound and stall the search.
     unit = math.gcd(*(item.size for item in items))
-    used = mip.xsum(item.size // unit * x for item, x in zip(items, is_hot, strict=True))
+    used: Any = mip.xsum(item.size // unit * x for item, x in zip(items, is_hot, strict=True))
     program += used <= capacity // unit
     starts = [i for i, item in enumerate(items) if item.leads]
     for start, stop in zip(starts, [*starts[1:], len(items)], strict=True):
