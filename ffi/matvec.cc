@@ -81,7 +81,9 @@ uint32_t StreamSum(const void* data, int64_t bytes, const RowKernels& kernels, T
                   Chunks(num_words, kMinChunkBytes / kWordBytes, pool.num_threads())};
   pool.Run(bytes > kInlineBytes, StreamChunks, &work);
   uint32_t last = 0;
-  memcpy(&last, static_cast<const char*>(data) + num_words * kWordBytes, bytes % kWordBytes);
+  if (const int64_t rest = bytes % kWordBytes; rest > 0) {
+    memcpy(&last, static_cast<const char*>(data) + num_words * kWordBytes, rest);
+  }
   return work.total.load() + last;
 }
 

@@ -17,9 +17,8 @@ def check_ffn(ffn: Ffn) -> None:
         raise ValueError(f"ffn.up: expected shape [neurons, model], got {list(ffn.up.shape)}.")
     neurons, model = ffn.up.shape
     rows = f"[neurons, model] = [{neurons}, {model}], the shape of ffn.up"
-    for name, weight in (("ffn.gate", ffn.gate), ("ffn.down", ffn.down)):
-        if weight is None and name == "ffn.gate":
-            continue
+    gate = ffn.up if ffn.gate is None else ffn.gate
+    for name, weight in (("ffn.gate", gate), ("ffn.down", ffn.down)):
         expect_float(name, weight)
         expect_shape(name, weight, (neurons, model), rows)
         if weight.dtype != ffn.up.dtype:

@@ -1,0 +1,142 @@
+// The sparse FFN against double precision over awkward sizes; the same bits for every number of threads.
+#include "sparse_ffn.h"
+
+#include <math.h>
+
+#include "testing.h"
+
+namespace pjax {
+namespace {
+
+struct Case {
+  int64_t batch, neurons, model;
+  bool gated, biased, every_neuron;
+  double density;  // share of true mask entries; negative: no mask
+};
+
+struct Data {
+  Weights gate, up, down;
+  std::vector<float> gate_bias, up_bias, x;
+  std::vector<uint8_t> mask;
+};
+
+struct Result {
+  std::vector<float> y;
+  std::vector<int32_t> counts;  // predicted, computed, active; [3, batch]
+};
+
+std::string Text(const std::string& kernels, const Case& c) {
+  return kernels + ", batch " + std::to_string(c.batch) + ", neurons " + std::to_string(c.neurons) + ", model " +
+         std::to_string(c.model) + (c.gated ? ", gated" : "") + (c.biased ? ", biased" : "") +
+         (c.every_neuron ? ", every neuron" : "") + ", density " + std::to_string(c.density);
+}
+
+Data MakeData(const Case& c, WeightType type) {
+  std::mt19937 rng(c.neurons * 7919 + c.model);
+  const int64_t size = c.neurons * c.model;
+  Data data{Weights(rng, type, size),       Weights(rng, type, size),       Weights(rng, type, size),
+            RandomFloats(rng, c.neurons),   RandomFloats(rng, c.neurons),   RandomFloats(rng, c.batch * c.model),
+            std::vector<uint8_t>(c.batch * c.neurons)};
+  for (uint8_t& bit : data.mask) bit = std::uniform_real_distribution<double>()(rng) < c.density;
+  return data;
+}
+
+Result Run(const Case& c, const Data& data, const RowKernels& kernels, int num_threads) {
+  ThreadPool pool(num_threads);
+  Result result{std::vector<float>(c.batch * c.model, NAN), std::vector<int32_t>(3 * c.batch, -1)};
+  FfnArgs args{};
+  args.gate = c.gated ? data.gate.bytes.data() : nullptr;
+  args.up = data.up.bytes.data();
+  args.down = data.down.bytes.data();
+  args.gate_bias = c.gated && c.biased ? data.gate_bias.data() : nullptr;
+  args.up_bias = c.biased ? data.up_bias.data() : nullptr;
+  args.x = data.x.data();
+  args.mask = c.density < 0 ? nullptr : data.mask.data();
+  args.batch = c.batch;
+  args.neurons = c.neurons;
+  args.model = c.model;
+  args.every_neuron = c.every_neuron;
+  args.y = result.y.data();
+  args.predicted = result.counts.data();
+  args.computed = result.counts.data() + c.batch;
+  args.active = result.counts.data() + 2 * c.batch;
+  SparseFfn(args, kernels, pool);
+  return result;
+}
+
+double Product(const Weights& weights, int64_t row, const float* x, int64_t model) {
+  double sum = 0;
+  for (int64_t i = 0; i < model; ++i) sum += weights.values[row * model + i] * x[i];
+  return sum;
+}
+
+void CheckToken(const Case& c, const Data& data, const Result& result, int64_t token, const std::string& text) {
+  const float* x = data.x.data() + token * c.model;
+  std::vector<double> expected(c.model), magnitude(c.model);
+  int32_t predicted = 0, open = 0;
+  for (int64_t n = 0; n < c.neurons; ++n) {
+    if (c.density >= 0 && data.mask[token * c.neurons + n] == 0) continue;
+    ++predicted;
+    const double up = Product(data.up, n, x, c.model) + (c.biased ? data.up_bias[n] : 0);
+    const double opener = c.gated ? Product(data.gate, n, x, c.model) + (c.biased ? data.gate_bias[n] : 0) : up;
+    open += opener > 0;
+    const double value = fmax(opener, 0) * (c.gated ? up : 1);
+    // The error of each product is bounded by its terms, about model of size 1 each; so is the product's own size.
+    for (int64_t i = 0; i < c.model; ++i) {
+      expected[i] += value * data.down.values[n * c.model + i];
+      const double size = (fabs(value) + c.model + 10) * (c.gated ? fabs(up) + fabs(opener) + 1 : 1);
+      magnitude[i] += size * fabs(data.down.values[n * c.model + i]);
+    }
+  }
+  for (int64_t i = 0; i < c.model; ++i) {
+    const double error = fabs(result.y[token * c.model + i] - expected[i]);
+    PJAX_CHECK(error <= SumTolerance(c.neurons + c.model, magnitude[i]), text + ", column " + std::to_string(i));
+  }
+  PJAX_CHECK(result.counts[token] == predicted, text);
+  PJAX_CHECK(result.counts[c.batch + token] == (c.every_neuron ? predicted : open), text);
+  PJAX_CHECK(result.counts[2 * c.batch + token] == open, text);
+}
+
+void Check(const Case& c) {
+  ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& kernels_text) {
+    const std::string text = Text(kernels_text, c);
+    const Data data = MakeData(c, type);
+    const Result first = Run(c, data, kernels, 1);
+    for (int64_t token = 0; token < c.batch; ++token) CheckToken(c, data, first, token, text);
+    for (int num_threads = 2; num_threads <= 4; ++num_threads) {
+      const Result again = Run(c, data, kernels, num_threads);
+      PJAX_CHECK(SameBits(first.y, again.y), text);
+      PJAX_CHECK(first.counts == again.counts, text);
+    }
+  });
+}
+
+// A gate that is not a number must reach the output: skipping it would hide that the model is broken.
+void CheckNan() {
+  const Case c{1, 8, 32, true, true, false, -1};
+  ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& text) {
+    Data data = MakeData(c, type);
+    data.gate_bias[5] = NAN;
+    PJAX_CHECK(isnan(Run(c, data, kernels, 1).y[0]), text);
+  });
+}
+
+}  // namespace
+}  // namespace pjax
+
+int main() {
+  using namespace pjax;
+  for (bool gated : {true, false}) {
+    for (int64_t neurons : {0, 1, 7, 33}) {
+      for (int64_t model : {0, 1, 7, 33, 256}) {
+        for (double density : {-1.0, 0.0, 0.4, 1.0}) Check({2, neurons, model, gated, neurons != 7, false, density});
+        Check({1, neurons, model, gated, true, true, -1});
+      }
+    }
+    Check({6, 1500, 257, gated, true, false, 0.3});  // several ranges, several forks
+    Check({1, 1500, 256, gated, false, true, -1});
+    Check({0, 33, 33, gated, true, false, 0.5});
+  }
+  CheckNan();
+  return 0;
+}
