@@ -13,8 +13,8 @@ struct Chunk {
   int64_t begin, end;
 };
 
-// Every start of a piece is a cold start of the hardware prefetcher (fixed 64 KB pieces lose 7 %), while large ones leave
-// threads idle at the end; guided sizes have neither fault.
+// Every start of a piece is a cold start of the hardware prefetcher (fixed 64 KB pieces lose 7 %), while large ones
+// leave threads idle at the end; guided sizes have neither fault.
 class Chunks {
  public:
   Chunks(int64_t num_items, int64_t min_items, int num_threads)

@@ -7,8 +7,8 @@
 
 namespace pjax {
 
-// Borrows one 64-byte aligned buffer from a process-wide list for as long as it lives. A fresh allocation per call would
-// pay for page faults every time; a thread_local one would be held by every thread that XLA ever runs a call on.
+// Borrows one 64-byte aligned buffer from a process-wide list for as long as it lives. A fresh allocation per call
+// would pay for page faults every time; a thread_local one would be held by every thread that XLA ever runs a call on.
 class Scratch {
  public:
   explicit Scratch(size_t bytes);

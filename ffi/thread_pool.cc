@@ -65,7 +65,8 @@ int NumThreads(const char* requested, std::string* error) {
   char* end = nullptr;
   const long number = strtol(requested, &end, 10);
   if (*end == '\0' && number >= 1 && number <= kMaxThreads) return static_cast<int>(number);
-  *error = "PJAX_NUM_THREADS: expected a number from 1 to " + std::to_string(kMaxThreads) + ", got '" + requested + "'.";
+  *error = "PJAX_NUM_THREADS: expected a number from 1 to " + std::to_string(kMaxThreads) + ", got '" +
+           std::string(requested) + "'.";
   return 1;
 }
 

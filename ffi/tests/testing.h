@@ -72,8 +72,8 @@ void ForEachKernels(const Fn& fn) {
   }
 }
 
-// Bound of the rounding error of a float32 sum of `count` terms whose absolute values sum to `magnitude`: each of at most
-// count additions and one product errs by half an epsilon; twice that, for the partial sums.
+// Bound of the rounding error of a float32 sum of `count` terms whose absolute values sum to `magnitude`: each of at
+// most count additions and one product errs by half an epsilon; twice that, for the partial sums.
 inline double SumTolerance(int64_t count, double magnitude) {
   constexpr double kEpsilon = 1.2e-7;
   return kEpsilon * static_cast<double>(count + 2) * magnitude + 1e-37;

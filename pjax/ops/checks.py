@@ -13,8 +13,8 @@ from pjax.ops import reference
 def check_ffn(ffn: Ffn) -> None:
     """Raises ValueError unless the arrays of `ffn` fit together."""
     expect_float("ffn.up", ffn.up)
-    if ffn.up.ndim != 2:
-        raise ValueError(f"ffn.up: expected shape [neurons, model], got {list(ffn.up.shape)}.")
+    if ffn.up.ndim != 2 or ffn.up.shape[1] == 0:
+        raise ValueError(f"ffn.up: expected shape [neurons, model], model >= 1, got {list(ffn.up.shape)}.")
     neurons, model = ffn.up.shape
     rows = f"[neurons, model] = [{neurons}, {model}], the shape of ffn.up"
     gate = ffn.up if ffn.gate is None else ffn.gate

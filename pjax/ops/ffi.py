@@ -92,6 +92,8 @@ def _load_once() -> str | None:
     path = _find_library()
     if path is None:
         return f"{_LIBRARY_NAME} is missing; reinstall pjax where a C++ compiler is installed"
+    if not path.exists():
+        return f"PJAX_LIBRARY names a missing file, {path}; unset it or give the path of a {_LIBRARY_NAME}"
     try:
         library = ctypes.CDLL(str(path))
         handlers = {name: getattr(library, name) for name in _TARGETS}
@@ -119,7 +121,7 @@ def _find_library() -> pathlib.Path | None:
     An editable install keeps the built library apart from the sources: the package then has two folders.
     """
     if override := os.environ.get("PJAX_LIBRARY"):
-        return pathlib.Path(override) if pathlib.Path(override).exists() else None
+        return pathlib.Path(override)
     import pjax.ops
 
     paths = (pathlib.Path(folder) / _LIBRARY_NAME for folder in pjax.ops.__path__)
