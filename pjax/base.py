@@ -16,6 +16,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import numpy as np
 
+VERSION = "0.1.0"
+"""Of pjax; artefacts made by another version are made again."""
+
 Mode = Literal["dense", "exact", "predicted"]
 """Which neurons an FFN computes: all; those its own gate opens; those the predictor marks first."""
 

@@ -1,5 +1,6 @@
 """The importable sparse layer, and the `ffn_fn`s that run it densely, exactly or predicted."""
 
+import math
 from typing import Self
 
 import jax
@@ -136,14 +137,14 @@ class SparseFfn(nnx.Module):
 
     def counted(self, x: jax.Array, active_mask: jax.Array | None = None) -> tuple[jax.Array, FfnCounts]:
         """As the call itself, with the number of neurons predicted, computed and active per token."""
-        leading = x.shape[:-1]
+        leading, tokens = x.shape[:-1], math.prod(x.shape[:-1])
         if active_mask is not None:
-            active_mask = active_mask.reshape(-1, active_mask.shape[-1])
+            active_mask = active_mask.reshape(tokens, active_mask.shape[-1])
         y, counts = ops.sparse_ffn_counted(
-            x.reshape(-1, x.shape[-1]), self.weights, active_mask, activation=self.activation
+            x.reshape(tokens, x.shape[-1]), self.weights, active_mask, activation=self.activation
         )
         counts = FfnCounts(*(count.reshape(leading) for count in counts))
-        return self.add_down_bias(y.reshape(*leading, -1)), counts
+        return self.add_down_bias(y.reshape(x.shape)), counts
 
     def dense(self, x: jax.Array) -> jax.Array:
         """Runs the layer on every neuron; x [..., model] -> float32 [..., model]."""

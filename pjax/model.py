@@ -1,16 +1,19 @@
 """The one decoder, in Flax NNX, that covers every family by its config; and loading it."""
 
+import dataclasses
 import os
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pjax import ops
 from pjax.base import FfnFn, ModelConfig
 from pjax.formats import read_checkpoint
 from pjax.layers import SparseFfn, dense_ffn_fn
+from pjax.workdir import fingerprint
 
 HIGHEST = jax.lax.Precision.HIGHEST
 """Float32 means float32: a GPU would otherwise round the operands to TF32, 1e-3 relative."""
@@ -300,3 +303,23 @@ def load_model(
         matrix_dtype = array.dtype if dtype is None else jnp.dtype(dtype)
         variable.set_value(jnp.asarray(array, jnp.float32 if array.ndim == 1 else matrix_dtype))
     return model
+
+
+FINGERPRINT_SAMPLES = 4096
+"""Elements of a tensor that its fingerprint looks at: any retraining changes nearly all of them, and a
+70B model is done in a second."""
+
+
+def model_fingerprint(model: Decoder, *, full: bool = False) -> str:
+    """A hash of the config and of each weight's name, shape, type and sampled bytes.
+
+    Args:
+        model: the decoder.
+        full: hash every byte.
+    """
+    parts: list = [dataclasses.asdict(model.config)]
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        array = np.asarray(variable[...])
+        step = 1 if full else max(1, array.size // FINGERPRINT_SAMPLES)
+        parts += [weight_name(path), list(array.shape), str(array.dtype), array.reshape(-1)[::step].view(np.uint8)]
+    return fingerprint(*parts)

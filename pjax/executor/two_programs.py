@@ -74,7 +74,7 @@ def cold_program(cold: Ffn, x: jax.Array, cold_bits: jax.Array | None, *, mode: 
     if mode == "dense":
         return ops.dense_ffn(x, cold, activation=activation), None, ballast
     batch, seq, model = x.shape
-    mask = None if cold_bits is None else unpack_mask(cold_bits, cold.neurons).reshape(batch * seq, -1)
+    mask = None if cold_bits is None else unpack_mask(cold_bits, cold.neurons).reshape(batch * seq, cold.neurons)
     y, counts = ops.sparse_ffn_counted(x.reshape(-1, model), cold, mask, activation=activation)
     return y.reshape(x.shape), counts, ballast
 

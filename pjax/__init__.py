@@ -1,0 +1,45 @@
+"""pjax: activation-sparse LLMs in JAX. Hot neurons on the device, cold ones on the host, the rest skipped."""
+
+from pjax.base import VERSION as __version__
+from pjax.base import (
+    ActivationStats,
+    Ffn,
+    HardwareSpec,
+    ModelConfig,
+    Placement,
+    Predictors,
+)
+from pjax.formats import load_tokenizer
+from pjax.generate import Generation
+from pjax.hardware import hardware_preset, measure_hardware
+from pjax.layers import SparseFfn
+from pjax.llm import LLM
+from pjax.model import Decoder, load_model
+from pjax.ops import sparse_ffn
+from pjax.placement import solve_placement
+from pjax.profiler import collect_stats, train_predictors
+from pjax.split import merge_ffn, split_ffn
+
+__all__ = [
+    "LLM",
+    "ActivationStats",
+    "Decoder",
+    "Ffn",
+    "Generation",
+    "HardwareSpec",
+    "ModelConfig",
+    "Placement",
+    "Predictors",
+    "SparseFfn",
+    "__version__",
+    "collect_stats",
+    "hardware_preset",
+    "load_model",
+    "load_tokenizer",
+    "measure_hardware",
+    "merge_ffn",
+    "solve_placement",
+    "sparse_ffn",
+    "split_ffn",
+    "train_predictors",
+]

@@ -1,0 +1,101 @@
+"""`LLM`: one object that loads a model, or a prepared workdir, and generates text. It never prepares."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pjax.base import Executor, Mode, Placement, Predictors
+from pjax.executor import make_executor, on_host
+from pjax.formats import load_tokenizer
+from pjax.generate import Generation, generate, stream
+from pjax.model import Decoder, load_model, model_fingerprint
+from pjax.workdir import load, unpack_placement, unpack_predictors
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        path: a model folder (exact and dense modes), or a workdir prepared by `pjax.run`.
+        dtype: storage type, see `load_model`; a workdir knows its own.
+        activation: see `load_model`; a workdir knows its own.
+
+    Raises:
+        ValueError, FileNotFoundError: if it cannot be loaded, or if the workdir was prepared from
+            another model than the one that is there now.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, *, dtype: str | None = None, activation: str | None = None
+    ):
+        workdir = Path(path).expanduser()
+        manifest_file = workdir / "workdir.json"
+        self.predictors: Predictors | None = None
+        self.placement: Placement | None = None
+        self._default_mode: Mode | None = None
+        model_path: str | os.PathLike = path
+        manifest: dict[str, Any] | None = None
+        if manifest_file.exists():
+            if dtype is not None or activation is not None:
+                raise ValueError(f"dtype, activation: {workdir} is a workdir, which was prepared with its own")
+            manifest = json.loads(manifest_file.read_text())
+            model_path, dtype, activation = manifest["model"], manifest["dtype"], manifest["activation"]
+        with on_host():
+            self.model: Decoder = load_model(model_path, dtype=dtype, activation=activation)
+        if manifest is not None:
+            self._read_workdir(workdir, manifest)
+        try:
+            self.tokenizer = load_tokenizer(model_path)
+        except FileNotFoundError:
+            self.tokenizer = None  # token-id prompts still work
+        self._executors: dict[Mode, Executor] = {}
+
+    def _read_workdir(self, workdir: Path, manifest: dict[str, Any]) -> None:
+        if model_fingerprint(self.model) != manifest["fingerprint"]:
+            raise ValueError(
+                f"{workdir} was prepared from other weights than {manifest['model']} holds now; run it again"
+            )
+        predictors, placement = load(workdir, "predictors", None), load(workdir, "placement", None)
+        self.predictors = unpack_predictors(predictors) if predictors else None
+        self.placement = unpack_placement(placement) if placement else None
+        self._default_mode = manifest["mode"]
+
+    def mode(self, mode: Mode | None = None) -> Mode:
+        """The mode that None stands for: the workdir's (predicted if its quality guard passed, else
+        exact); without a workdir exact, or dense if the activation is not sparse."""
+        if mode is not None:
+            return mode
+        return self._default_mode or ("exact" if self.model.config.is_sparse else "dense")
+
+    def executor(self, mode: Mode | None = None) -> Executor:
+        """The executor of a mode, made at its first use."""
+        mode = self.mode(mode)
+        if mode not in self._executors:
+            self._executors[mode] = make_executor(
+                self.model, self.placement, mode=mode, predictors=self.predictors
+            )
+        return self._executors[mode]
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        mode: Mode | None = None,
+        **sampling: Any,
+    ) -> Generation | list[Generation]:
+        """Continues one prompt, or several as one batch.
+
+        Args:
+            prompts: text or token ids; see `generate.generate`, also for the other arguments.
+            mode: None takes the default, see `mode`.
+            **sampling: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop.
+        """
+        return generate(self.executor(mode), self.tokenizer, prompts, **sampling)
+
+    def stream(self, prompt: str | Sequence[int], *, mode: Mode | None = None, **sampling: Any) -> Iterator[str]:
+        """Yields the text of `generate` piece by piece; same arguments, one prompt."""
+        if self.tokenizer is None:
+            raise ValueError("stream: this model's folder has no tokenizer; use generate with token ids")
+        return stream(self.executor(mode), self.tokenizer, prompt, **sampling)

@@ -1,0 +1,343 @@
+"""The stages in order, each taken from the workdir if it is there and was made from the same things.
+
+checkpoint -> profile -> predictors -> hardware -> placement -> quality -> speed -> report
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pjax.base import VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
+from pjax.executor import OneProgram, make_executor, measure_overlap, on_host
+from pjax.formats import load_tokenizer, read_texts
+from pjax.hardware import hardware_preset, measure_hardware
+from pjax.model import Decoder, load_model, model_fingerprint
+from pjax.placement import neuron_bytes, solve_placement
+from pjax.profiler import collect_stats, train_predictors
+from pjax.quality import chunks, measure_quality
+from pjax.report import (
+    hardware_part,
+    model_part,
+    neuron_load_share,
+    placement_part,
+    predictor_part,
+    profile_part,
+)
+from pjax.sampling import greedy
+from pjax.settings import Settings
+from pjax.speed import bytes_per_token, measure_ffn, measure_speed
+from pjax.workdir import (
+    Artefact,
+    fingerprint,
+    load,
+    pack_placement,
+    pack_predictors,
+    pack_stats,
+    save,
+    unpack_placement,
+    unpack_predictors,
+    unpack_stats,
+    write_atomically,
+)
+
+PROFILE_SEQ = 512
+"""Tokens of a profiled sequence, at most the context: activations depend on what came before."""
+
+SPEED_PROMPT = 64
+"""Tokens of the prompt that speed is measured after; PowerInfer's plots use 64 too."""
+
+StageFn = Callable[[str], ProgressFn]
+"""`stage_fn(name) -> progress_fn`: called when a stage begins to work; not called if it is reused."""
+
+
+class Prepared(NamedTuple):
+    """A model with all that was found out about it.
+
+    Attributes:
+        model: the decoder.
+        tokenizer: of the model's folder.
+        mode: that `mode=None` stands for.
+        simulated: whether the hardware is.
+        stats, predictors, placement: None for a model whose activation is not sparse.
+        report: the object of design.md section 4, without `text`.
+    """
+
+    model: Decoder
+    tokenizer: Any
+    mode: Mode
+    simulated: bool
+    stats: ActivationStats | None
+    predictors: Predictors | None
+    placement: Placement | None
+    report: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Where the stages keep their results and tell of their progress.
+
+    Attributes:
+        workdir: an existing folder.
+        stage_fn: see `StageFn`.
+    """
+
+    workdir: Path
+    stage_fn: StageFn
+
+    def run(self, name: str, made_from: str, make_fn: Callable[[ProgressFn], Artefact]) -> Artefact:
+        """The stage's artefact, made if it is not there."""
+        found = load(self.workdir, name, made_from)
+        if found is None:
+            found = make_fn(self.stage_fn(name))
+            save(self.workdir, name, made_from, found)
+        return found
+
+
+def encode_text(tokenizer: Any, source: str, num_tokens: int) -> np.ndarray:
+    """The first `num_tokens` ids of a text or of several, one after the other."""
+    ids: list[int] = []
+    for text in read_texts(source):
+        ids += tokenizer.encode(text)
+        if len(ids) >= num_tokens:
+            break
+    return np.asarray(ids[:num_tokens], np.int32)
+
+
+def profile_rows(ids: np.ndarray, context: int) -> np.ndarray:
+    """int32 [batch, seq]: the ids cut into sequences; a shorter rest is left out."""
+    seq = min(PROFILE_SEQ, context, len(ids) // 2)
+    if seq < 1:
+        raise ValueError(f"profile.text: expected at least two tokens, got {len(ids)}; give more text")
+    return ids[: len(ids) // seq * seq].reshape(-1, seq)
+
+
+def device_budget(value: int | str, ffn_bytes: int, hardware: HardwareSpec) -> int:
+    """Bytes of a budget as people write it.
+
+    Args:
+        value: a number of bytes, "8GiB", "512MiB", "40%" of the FFN weights, or "max".
+        ffn_bytes: of the model.
+        hardware: whose memory "max" means.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if isinstance(value, int):
+        return value
+    text = value.strip()
+    units = {"%": ffn_bytes / 100, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1, "": 1}
+    if text == "max":
+        return hardware.device_bytes
+    for unit, size in units.items():
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
+            return int(float(number) * size)
+    raise ValueError(f'placement.device_bytes: expected a number, "8GiB", "40%" or "max", got {value!r}')
+
+
+def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: bool = False) -> Prepared:
+    """Does all stages that are not yet in the workdir, and reads the others.
+
+    Args:
+        settings: what to do.
+        workdir: is made if it is not there.
+        stage_fn: see `StageFn`.
+        verify: compare every byte of the weights with what the artefacts were made from.
+
+    Raises:
+        ValueError, FileNotFoundError: from the stages, about their inputs.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    stages = Stages(workdir, stage_fn)
+    stage_fn("load")
+    with on_host():
+        model = load_model(settings.model, dtype=settings.dtype, activation=settings.activation)
+    tokenizer = load_tokenizer(settings.model)
+    made_from = fingerprint(VERSION, jax.__version__, model_fingerprint(model, full=verify))
+    stats = predictors = placement = None
+    hardware = _hardware(stages, settings)
+    if model.config.is_sparse:
+        ids = encode_text(tokenizer, settings.profile.text, settings.profile.num_tokens)
+        rows = profile_rows(ids, model.config.context)
+        made_from = fingerprint(made_from, rows)
+        stats = unpack_stats(
+            stages.run("profile", made_from, lambda fn: pack_stats(collect_stats(model, rows, progress_fn=fn)))
+        )
+        placement = _placement(stages, settings, model, stats, hardware, made_from)
+        made_from = fingerprint(made_from, dataclasses.asdict(settings.predictor), settings.seed)
+        predictors = _predictors(stages, settings, model, rows, made_from)
+    report: dict[str, Any] = {
+        "model": model_part(model),
+        "profile": profile_part(stats) if stats else None,
+        "predictor": predictor_part(predictors, settings.predictor.kind, settings.predictor.dtype)
+        if predictors
+        else None,
+        "hardware": hardware_part(hardware),
+        "placement": placement_part(placement) if placement else None,
+    }
+    report["quality"] = _quality(stages, settings, model, tokenizer, predictors, made_from)
+    passed = report["quality"]["guard"] == "passed"
+    mode: Mode = "dense" if not model.config.is_sparse else "predicted" if passed else "exact"
+    prompt = encode_text(tokenizer, settings.quality.text, SPEED_PROMPT)
+    made_from = fingerprint(made_from, prompt, pack_placement(placement).record if placement else None)
+    simulated = hardware.source == "simulated"
+    report |= _speed(stages, model, predictors, stats, placement, simulated, prompt, made_from)
+    _write_manifest(workdir, settings, model, mode, simulated)
+    return Prepared(model, tokenizer, mode, simulated, stats, predictors, placement, report)
+
+
+def _write_manifest(workdir: Path, settings: Settings, model: Decoder, mode: Mode, simulated: bool) -> None:
+    """What `LLM` needs to open the workdir."""
+    manifest = {
+        "model": os.path.abspath(os.path.expanduser(settings.model)),
+        "dtype": settings.dtype,
+        "activation": settings.activation,
+        "fingerprint": model_fingerprint(model),
+        "mode": mode,
+        "simulated": simulated,
+    }
+    write_atomically(workdir / "workdir.json", json.dumps(manifest, indent=1).encode())
+
+
+def _hardware(stages: Stages, settings: Settings) -> HardwareSpec:
+    if settings.hardware != "measured":
+        return hardware_preset(settings.hardware)
+    devices = fingerprint(VERSION, [str(d.device_kind) for d in jax.local_devices()], os.cpu_count())
+    record = stages.run(
+        "hardware", devices, lambda fn: Artefact({}, dataclasses.asdict(measure_hardware()))
+    ).record
+    return HardwareSpec(**record)
+
+
+def _placement(
+    stages: Stages,
+    settings: Settings,
+    model: Decoder,
+    stats: ActivationStats,
+    hardware: HardwareSpec,
+    made_from: str,
+) -> Placement:
+    wanted = settings.placement
+    dtype = str(model.layers[0].ffn.up[...].dtype)
+    ffn_bytes = neuron_bytes(model.config, dtype) * sum(model.config.neurons)
+    budget = min(device_budget(wanted.device_bytes, ffn_bytes, hardware), hardware.device_bytes)
+
+    def make(progress_fn: ProgressFn) -> Artefact:
+        placement = solve_placement(
+            stats,
+            model.config,
+            hardware,
+            device_bytes=budget,
+            dtype=dtype,
+            group_size=wanted.group_size,
+            time_limit_s=wanted.time_limit_s,
+        )
+        return pack_placement(placement)
+
+    parts = (made_from, dataclasses.asdict(hardware), budget, dtype, wanted.group_size, wanted.time_limit_s)
+    return unpack_placement(stages.run("placement", fingerprint(*parts), make))
+
+
+def _predictors(
+    stages: Stages, settings: Settings, model: Decoder, rows: np.ndarray, made_from: str
+) -> Predictors:
+    def make(progress_fn: ProgressFn) -> Artefact:
+        recall = settings.predictor.recall
+        return pack_predictors(
+            train_predictors(model, rows, recall=recall, seed=settings.seed, progress_fn=progress_fn)
+        )
+
+    return unpack_predictors(stages.run("predictors", made_from, make))
+
+
+def _quality(
+    stages: Stages,
+    settings: Settings,
+    model: Decoder,
+    tokenizer: Any,
+    predictors: Predictors | None,
+    made_from: str,
+) -> dict[str, Any]:
+    ids = encode_text(tokenizer, settings.quality.text, settings.quality.num_tokens)
+    rows = chunks(ids, model.config.context, model.config.bos_id)
+    modes: tuple[Mode, ...] = ("dense", "exact", "predicted") if model.config.is_sparse else ("dense",)
+
+    def make(progress_fn: ProgressFn) -> Artefact:
+        quality = measure_quality(model, rows, modes, predictors=predictors, progress_fn=progress_fn)
+        return Artefact({}, quality._asdict())
+
+    record = stages.run("quality", fingerprint(made_from, rows), make).record
+    perplexity = record["perplexity"]
+    rise = perplexity[modes[-1]] / perplexity["dense"] - 1
+    sparse = model.config.is_sparse
+    return {
+        **{f"perplexity_{mode}": perplexity.get(mode) for mode in ("dense", "exact", "predicted")},
+        "top1_agreement": record["top1_agreement"] if sparse else None,
+        "kl_mean": record["kl_mean"] if sparse else None,
+        "tokens": record["tokens"],
+        "guard": ("passed" if rise <= settings.quality.max_perplexity_rise else "failed") if sparse else None,
+    }
+
+
+def _speed(
+    stages: Stages,
+    model: Decoder,
+    predictors: Predictors | None,
+    stats: ActivationStats | None,
+    placement: Placement | None,
+    simulated: bool,
+    prompt: np.ndarray,
+    made_from: str,
+) -> dict[str, Any]:
+    """The report's `executor`, `decode` and `speed`; on simulated hardware speed is that of the real CPU."""
+    modes: tuple[Mode, ...] = ("dense", "exact", "predicted") if predictors else ("dense",)
+
+    def make(progress_fn: ProgressFn) -> Artefact:
+        executors = {
+            mode: OneProgram(model, mode=mode, predictors=predictors)
+            if simulated
+            else make_executor(model, placement, mode=mode, predictors=predictors)
+            for mode in modes
+        }
+        speed = measure_speed(executors, prompt)
+        split = make_executor(model, placement, mode=modes[-1], predictors=predictors, simulated=simulated)
+        record: dict[str, Any] = {
+            "executor": {
+                "kind": split.kind,
+                "devices": [f"{device.platform}:{device.id}" for device in split.devices],
+                "simulated": simulated,
+                "neuron_load_share": neuron_load_share(stats, placement) if stats and placement else None,
+                "syncs_per_layer": split.syncs_per_layer,
+            },
+            "speed": {
+                **{f"{mode}_tokens_per_s": speed.tokens_per_s.get(mode) for mode in ("dense", "exact", "predicted")},
+                "prefill_tokens_per_s": speed.prefill_tokens_per_s,
+                "first_token_s": speed.first_token_s,
+                "prompt_tokens": speed.prompt_tokens,
+            },
+            "decode": None,
+        }
+        if not isinstance(split, OneProgram):
+            state = split.prefill(prompt[None, :], np.array([len(prompt)], np.int32), capacity=512, sample_fn=greedy, sampler=None)
+            overlap = measure_overlap(split, state, greedy)
+            record["executor"] |= {**overlap._asdict(), "timeline": [t._asdict() for t in overlap.timeline]}
+        if predictors:
+            predicted, computed, active = speed.rows["predicted"]
+            times = measure_ffn(model, predictors, prompt)
+            record["decode"] = {
+                "predictor_s": times.predictor_s,
+                "ffn_s": times.ffn_s,
+                "rows_predicted": predicted,
+                "rows_computed": computed,
+                "rows_active": active,
+                "bytes_per_token": bytes_per_token(model, speed.rows["predicted"], predictors, len(prompt)),
+            }
+        return Artefact({}, record)
+
+    return stages.run("speed", made_from, make).record

@@ -1,0 +1,164 @@
+"""Prepares a model stage by stage, and generates text with it.
+
+    python -m pjax.run --config=configs/quickstart.py [--workdir=DIR] [--prompt=TEXT] [--config.a.b=value]
+
+Text goes to stdout, everything else to stderr; with --json stdout gets one JSON object instead, which
+is also `report.json` in the workdir.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags
+from ml_collections import config_flags
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pjax.base import HardwareSpec, ProgressFn
+from pjax.executor import make_executor
+from pjax.generate import Generation, generate
+from pjax.hardware import hardware_preset
+from pjax.pipeline import Prepared, prepare
+from pjax.report import summary_table
+from pjax.settings import Settings, make_settings
+from pjax.workdir import write_atomically
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to run: a file in configs/.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results are kept; default runs/NAME_OF_THE_CONFIG.")
+_PROMPT = flags.DEFINE_string("prompt", None, "Text to continue, instead of the config's.")
+_JSON = flags.DEFINE_bool("json", False, "Print the report as JSON on stdout instead of the text.")
+_VERIFY = flags.DEFINE_bool("verify", False, "Compare every byte of the weights with the workdir's.")
+
+
+class StageBars:
+    """One progress bar a stage on a terminal, one line a stage elsewhere."""
+
+    def __init__(self, console: Console):
+        self._console, self._start = console, time.perf_counter()
+        columns = (TextColumn("{task.description:12}"), BarColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = None
+
+    def begin(self, name: str) -> ProgressFn:
+        """Ends the bar of the stage before and begins one; see `pipeline.StageFn`."""
+        self.end()
+        if not self._console.is_terminal:
+            self._console.print(f"[{time.perf_counter() - self._start:6.1f} s] {name}", highlight=False)
+        task = self._task = self.progress.add_task(name, total=None)
+        return lambda done, total: self.progress.update(task, completed=done, total=total)
+
+    def end(self) -> None:
+        """Shows the stage as done."""
+        if self._task is not None:
+            self.progress.update(self._task, completed=1, total=1)
+            self.progress.stop_task(self._task)
+
+
+def main(argv: list[str]) -> None:
+    """Runs the config."""
+    if len(argv) > 1:
+        raise ValueError(f"unexpected argument {argv[1]!r}; options begin with --")
+    if _CONFIG.value is None:
+        raise ValueError("--config is missing; for example --config=configs/quickstart.py")
+    values = _CONFIG.value.to_dict()
+    if _PROMPT.value is not None:
+        values["prompt"] = _PROMPT.value
+    settings = make_settings(values)
+    if settings.hardware != "measured":
+        _stand_in(hardware_preset(settings.hardware))
+    config_file = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+    workdir = Path(_WORKDIR.value or Path("runs") / config_file.stem).expanduser()
+    console = Console(stderr=True)
+    bars = StageBars(console)
+    with bars.progress:
+        prepared = prepare(settings, workdir, bars.begin, verify=_VERIFY.value)
+        bars.end()
+    warn(console, settings, prepared)
+    generation = _generate(settings, prepared, console)
+    report = prepared.report | {"text": settings.prompt + generation.text}
+    text = json.dumps(report, indent=1, allow_nan=False)
+    write_atomically(workdir / "report.json", text.encode())
+    if _JSON.value:
+        print(text)
+    console.print(summary_table(report))
+    console.print(f"report: {workdir / 'report.json'}", highlight=False)
+
+
+def _stand_in(hardware: HardwareSpec) -> None:
+    """Gives simulated hardware a second emulated CPU device, to run the split on."""
+    if hardware.source == "simulated":
+        jax.config.update("jax_num_cpu_devices", 2)
+
+
+def warn(console: Console, settings: Settings, prepared: Prepared) -> None:
+    """Says loudly what a reader of the figures must know."""
+    if prepared.simulated:
+        console.print(
+            f"[yellow]hardware {settings.hardware} is simulated:[/] the placement is for a device that is not "
+            "here; an emulated CPU device stands in for it, so the split runs, but no faster."
+        )
+    if prepared.report["quality"]["guard"] == "failed":
+        console.print(
+            "[bold red]quality guard failed:[/] predicted is further from dense than "
+            f"{settings.quality.max_perplexity_rise:.1%} in perplexity; mode=None falls back to exact."
+        )
+
+
+def _generate(settings: Settings, prepared: Prepared, console: Console) -> Generation:
+    executor = make_executor(
+        prepared.model,
+        prepared.placement,
+        mode=settings.mode or prepared.mode,
+        predictors=prepared.predictors,
+        simulated=prepared.simulated,
+    )
+    options: dict[str, Any] = {**vars(settings.generate), "seed": settings.seed}
+
+    def show(text: str) -> None:
+        if not _JSON.value:
+            print(text, end="", flush=True)
+
+    show(settings.prompt)
+    generation = generate(executor, prepared.tokenizer, settings.prompt, on_text=show, **options)
+    show("\n")
+    assert isinstance(generation, Generation)  # one prompt gives one
+    timings = generation.timings
+    rate = f"{timings.tokens_per_s:,.0f} tokens/s" if timings.tokens_per_s else "-"
+    console.print(
+        f"{timings.tokens} tokens, {executor.kind} on {', '.join(map(str, executor.devices))}, "
+        f"mode {settings.mode or prepared.mode}, first token {timings.first_token_s:.2f} s, {rate}",
+        highlight=False,
+    )
+    return generation
+
+
+def run_app() -> None:
+    """Parses the flags and runs; a fault of the user's is one line on stderr and exit code 2."""
+    try:
+        app.run(main, flags_parser=_parse_flags)
+    except (ValueError, OSError) as error:
+        sys.exit(_complain(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(_complain(str(error)))
+    except (AttributeError, KeyError, TypeError, ImportError, SyntaxError, OSError, ValueError) as error:
+        sys.exit(_complain(f"--config: {error}"))
+
+
+def _complain(message: str) -> int:
+    print(f"pjax.run: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    run_app()
