@@ -144,7 +144,7 @@ def _smallest_head(logits: jax.Array, weights: jax.Array, target: jax.Array) -> 
     """Marks the fewest of the best tokens whose weights sum to at least `target`, and at least one.
 
     Among equal logits, which have equal weights, the lower ids come first. Finds the lowest logit that
-    is in, bit by bit, in 32 passes: 20x faster than XLA's sort on a CPU, which takes 10 ms for 32000.
+    is in, bit by bit, in 32 passes: 0.6 ms for 32000 tokens on a CPU where XLA's sort takes 10.
     """
     bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
     sign = jnp.uint32(1 << 31)
