@@ -288,7 +288,7 @@ ERRORS = {
     "^ffn.gate_bias: expected None": lambda f, x, m: sparse(x, dataclasses.replace(f, gate=None), m),
     r"^weight: .*\[out, in\]": lambda f, x, m: ops.matvec(x, f.up[0]),
     r"^bias: .*\[33\], got \[3\]": lambda f, x, m: ops.matvec(x, f.up, jnp.zeros(3)),
-    "^x: .*1, 2 or 4 bytes": lambda f, x, m: ops.stream_sum(np.zeros(3)),
+    "^x: .*1, 2 or 4 bytes": lambda f, x, m: ops.stream_sum(jnp.zeros(3, jnp.complex64)),
 }
 
 
