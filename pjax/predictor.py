@@ -4,7 +4,7 @@ The method is PowerInfer's (arXiv 2312.12456, section 5.1) after Deja Vu: a low-
 trained on what the layer really did. This module knows no model: it is fed inputs and masks.
 """
 
-from functools import partial
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from pjax import ops
 from pjax.base import LowRankPredictor, PredictorReport
 
 LEARNING_RATE = 3e-3
-"""Peak of the cosine schedule; 1e-3 is 0.01 of precision behind after the quickstart's steps, 1e-2 is noisy."""
+"""Peak of the cosine schedule; 1e-3 is 0.01 of precision behind after the quickstart, 1e-2 is noisy."""
 
 MAX_SCORE = 16.0
 """Scores beyond +-16 (odds of 1e7) are as good as certain, so the histogram of scores ends there."""
@@ -57,8 +57,8 @@ def predict_mask(predictor: LowRankPredictor, x: jax.Array, residual: jax.Array)
         bool [..., neurons].
     """
     seen = residual if predictor.input == "residual" else x
-    scores = predict_scores(predictor, seen.reshape(-1, seen.shape[-1])) > predictor.threshold
-    return scores.reshape(*x.shape[:-1], -1)
+    mask = predict_scores(predictor, seen.reshape(-1, seen.shape[-1])) > predictor.threshold
+    return mask.reshape(*x.shape[:-1], -1)
 
 
 class FitState(NamedTuple):
@@ -98,6 +98,7 @@ def init_predictor(key: jax.Array, model: int, frequency: np.ndarray, rank: int)
     )
 
 
+@functools.cache  # the same object for the same steps, so that `fit_step` is compiled once
 def make_optimizer(num_steps: int) -> optax.GradientTransformation:
     """Adam with a cosine schedule over `num_steps`."""
     schedule = optax.cosine_decay_schedule(LEARNING_RATE, max(num_steps, 1), alpha=0.02)
@@ -115,7 +116,7 @@ def loss(predictor: LowRankPredictor, x: jax.Array, active_mask: jax.Array) -> j
     return optax.sigmoid_binary_cross_entropy(scores, active_mask.astype(jnp.float32)).mean()
 
 
-@partial(jax.jit, static_argnames="optimizer", donate_argnums=0)
+@functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=0)
 def fit_step(
     state: FitState, x: jax.Array, active_mask: jax.Array, *, optimizer: optax.GradientTransformation
 ) -> tuple[FitState, jax.Array]:
@@ -142,6 +143,12 @@ def score_histogram(predictor: LowRankPredictor, x: jax.Array, active_mask: jax.
     return jnp.bincount(index.reshape(-1), length=2 * NUM_BINS).reshape(2, NUM_BINS)
 
 
+def check_recall(recall: float) -> None:
+    """Raises ValueError unless recall is a number in 0..1."""
+    if not 0 <= recall <= 1:
+        raise ValueError(f"recall: expected a number in 0..1, got {recall!r}")
+
+
 def report_at(predictor: LowRankPredictor, histogram: np.ndarray, recall: float) -> PredictorReport:
     """The highest threshold that still reaches a recall, and what it gives.
 
@@ -153,18 +160,18 @@ def report_at(predictor: LowRankPredictor, histogram: np.ndarray, recall: float)
     Raises:
         ValueError: if recall is outside 0..1.
     """
-    if not 0 <= recall <= 1:
-        raise ValueError(f"recall: expected a number in 0..1, got {recall}")
+    check_recall(recall)
     # marked[:, i] counts the scores above threshold i, the lower edge of bin i; none above the last.
     marked = np.concatenate([np.cumsum(histogram[:, ::-1], axis=1)[:, ::-1], np.zeros((2, 1))], axis=1)
     thresholds = np.concatenate([[-CERTAIN], BIN_EDGES, [CERTAIN]])
     total_inactive, total_active = (int(n) for n in histogram.sum(axis=1))
-    best = int(np.flatnonzero(marked[1] >= recall * total_active)[-1])
+    recalls = marked[1] / total_active if total_active else np.ones(len(thresholds))
+    best = int(np.flatnonzero(recalls >= recall)[-1])
     inactive, active = (int(n) for n in marked[:, best])
     total = total_inactive + total_active
     return PredictorReport(
         rank=predictor.first.shape[0],
-        recall=active / total_active if total_active else 1.0,
+        recall=float(recalls[best]),
         precision=active / (active + inactive) if active + inactive else 1.0,
         density=(active + inactive) / total if total else 0.0,
         true_density=total_active / total if total else 0.0,

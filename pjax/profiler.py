@@ -1,6 +1,7 @@
 """Runs a model to observe it: which neurons are active, and on what input; trains predictors on that."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pjax.base import ActivationStats, LowRankPredictor, PredictorReport, Predictors, ProgressFn
+from pjax.base import ActivationStats, LowRankPredictor, ModelConfig, Predictors, ProgressFn
 from pjax.model import HIGHEST, Decoder, prompt_positions
 from pjax.ops.reference import ffn_values
 from pjax.predictor import (
-    CERTAIN,
+    NUM_BINS,
     FitState,
+    check_recall,
     default_rank,
     fit_step,
     init_fit,
@@ -25,8 +27,8 @@ from pjax.predictor import (
 )
 
 TOKENS_PER_BATCH = 4096
-"""Observed at once: the inputs and masks of a 7B model's layer are then 100 MB, and XLA's products
-run at their full rate."""
+"""Observed at once, or one sequence if that is longer: the inputs and masks of a 7B model's 32 layers are
+then 3.6 GB, and XLA's products run at their full rate."""
 
 HELD_OUT = 8
 """One of so many sequences is kept from training, to set the threshold and report recall on."""
@@ -71,14 +73,32 @@ def count_active(graphdef, state, ids: jax.Array) -> list[jax.Array]:
     return [layer.active_mask.sum(0, dtype=jnp.int32) for layer in observe(graphdef, state, ids)]
 
 
-def check_ids(ids: np.ndarray, vocab: int) -> np.ndarray:
-    """int32 [batch, seq], or a ValueError that says what is wrong."""
+def check_ids(ids: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """int32 [batch, seq] that the model can read, or a ValueError that says what is wrong."""
     ids = np.asarray(ids)
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"ids: expected integers [batch, seq], at least one, got {ids.dtype} {ids.shape}")
-    if ids.min() < 0 or ids.max() >= vocab:
-        raise ValueError(f"ids: expected 0..{vocab - 1}, got {ids.min()}..{ids.max()}; another tokenizer?")
+    if ids.min() < 0 or ids.max() >= config.vocab:
+        raise ValueError(
+            f"ids: expected 0..{config.vocab - 1} for {config.name}, got {ids.min()}..{ids.max()}; "
+            "were they made by another model's tokenizer?"
+        )
+    if ids.shape[1] > config.context:
+        raise ValueError(
+            f"ids: expected sequences of at most {config.context} tokens, the context of {config.name}, "
+            f"got {ids.shape[1]}; cut them"
+        )
     return ids.astype(np.int32)
+
+
+def _check_profiled(ids: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """As `check_ids`, also refusing a model without zeros to find."""
+    if not config.is_sparse:
+        raise ValueError(
+            f"model: {config.name} has the activation {config.activation!r}, under which every neuron is "
+            'active for every token; there is nothing to profile, use mode="dense"'
+        )
+    return check_ids(ids, config)
 
 
 def _batches(ids: np.ndarray) -> Iterator[np.ndarray]:
@@ -104,12 +124,7 @@ def collect_stats(
     Raises:
         ValueError: if the ids do not fit the model, or its activation leaves no neuron at zero.
     """
-    ids = check_ids(ids, model.config.vocab)
-    if not model.config.is_sparse:
-        raise ValueError(
-            f"model: {model.config.name} has the activation {model.config.activation!r}, under which every "
-            "neuron is active for every token; there is nothing to profile"
-        )
+    ids = _check_profiled(ids, model.config)
     graphdef, state = nnx.split(model)
     counts = [np.zeros(neurons, np.int64) for neurons in model.config.neurons]
     done = 0
@@ -125,13 +140,12 @@ def hot_share(counts: np.ndarray, share: float = 0.8) -> float:
     """The smallest share of neurons that makes `share` of all activations (the paper's Fig. 4).
 
     Args:
-        counts: [neurons], of one layer or of all layers together.
-        share: of the activations, 0..1.
+        counts: int [neurons], of one layer or of all layers together; 0 if none was ever active.
+        share: of the activations, more than 0 and at most 1.
     """
-    running = np.cumsum(np.sort(counts)[::-1])
-    if running[-1] == 0:
-        return 0.0
-    return float((np.searchsorted(running, share * running[-1]) + 1) / len(counts))
+    total = counts.sum()
+    running = np.cumsum(np.sort(counts)[::-1]) / max(total, 1)
+    return float((np.searchsorted(running, share) + 1) / len(counts)) if total else 0.0
 
 
 def train_predictors(
@@ -152,41 +166,42 @@ def train_predictors(
         model: the decoder.
         ids: int32 [batch, seq], at least two sequences; one in eight is held out.
         recall: wanted share of active neurons marked on held-out tokens, 0..1.
-        rank: width of the predictors; None takes `default_rank`.
+        rank: width of the predictors, at least 1; None takes `default_rank`.
         seed: of the initial weights and the order.
         progress_fn: called with the sequences done and in all.
 
     Raises:
-        ValueError: if the ids do not fit the model, or recall is outside 0..1.
+        ValueError: if the ids do not fit the model, its activation leaves no neuron at zero, or recall
+            or rank is out of range.
     """
-    stats_ids = check_ids(ids, model.config.vocab)
-    if len(stats_ids) < 2:
-        raise ValueError(f"ids: expected at least two sequences, one of them to hold out, got {len(stats_ids)}")
-    if not 0 <= recall <= 1:
-        raise ValueError(f"recall: expected a number in 0..1, got {recall}")
-    held_out, training = stats_ids[::HELD_OUT], np.delete(stats_ids, np.s_[::HELD_OUT], axis=0)
+    ids = _check_profiled(ids, model.config)
+    if len(ids) < 2:
+        raise ValueError(f"ids: expected at least two sequences, one of them to hold out, got {len(ids)}")
+    check_recall(recall)
+    if rank is not None and rank < 1:
+        raise ValueError(f"rank: expected at least 1, or None to choose one, got {rank}")
+    held_out, training = ids[::HELD_OUT], np.delete(ids, np.s_[::HELD_OUT], axis=0)
     training = np.random.default_rng(seed).permutation(training)
-    predictors = _fit(model, training, rank, seed, lambda done: progress_fn(done, len(stats_ids)))
+    predictors = _fit(model, training, rank, seed, lambda done: progress_fn(done, len(ids)))
     graphdef, state = nnx.split(model)
-    histograms = [np.zeros((2, 1), np.int64)] * model.config.layers
+    histograms = [np.zeros((2, NUM_BINS), np.int64)] * model.config.layers
     done = len(training)
     for batch in _batches(held_out):
-        layers = observe(graphdef, state, batch)
-        for i, (predictor, layer) in enumerate(zip(predictors, layers, strict=True)):
+        observed = observe(graphdef, state, batch)
+        for i, (predictor, layer) in enumerate(zip(predictors, observed, strict=True)):
             histograms[i] = histograms[i] + np.asarray(score_histogram(predictor, layer.x, layer.active_mask))
         done += len(batch)
-        progress_fn(done, len(stats_ids))
-    reports = [report_at(p, h, recall) for p, h in zip(predictors, histograms, strict=True)]
-    return Predictors(tuple(map(_with_threshold, predictors, reports)), tuple(reports))
-
-
-def _with_threshold(predictor: LowRankPredictor, report: PredictorReport) -> LowRankPredictor:
-    threshold = jnp.float32(np.clip(report.threshold, -CERTAIN, CERTAIN))
-    return LowRankPredictor(predictor.first, predictor.second, predictor.bias, threshold, predictor.input)
+        progress_fn(done, len(ids))
+    reports = tuple(report_at(p, h, recall) for p, h in zip(predictors, histograms, strict=True))
+    layers = tuple(
+        dataclasses.replace(predictor, threshold=jnp.float32(report.threshold))
+        for predictor, report in zip(predictors, reports, strict=True)
+    )
+    return Predictors(layers, reports)
 
 
 def _fit(
-    model: Decoder, ids: np.ndarray, rank: int | None, seed: int, done_fn
+    model: Decoder, ids: np.ndarray, rank: int | None, seed: int, done_fn: Callable[[int], None]
 ) -> list[LowRankPredictor]:
     """One pass over the sequences, in their order, training all layers side by side."""
     graphdef, state = nnx.split(model)
@@ -207,7 +222,9 @@ def _fit(
             for _ in range(PASSES):
                 order = rng.permutation(batch.size)[: batch.size // size * size].reshape(-1, size)
                 for rows in order:
-                    fits[i], _ = fit_step(fits[i], layer.x[rows], layer.active_mask[rows], optimizer=optimizer)
+                    fits[i], _ = fit_step(
+                        fits[i], layer.x[rows], layer.active_mask[rows], optimizer=optimizer
+                    )
         done += len(batch)
         done_fn(done)
     return [fit.predictor for fit in fits]

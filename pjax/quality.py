@@ -4,9 +4,9 @@ Every scored position runs the mode's own FFN with per-token masks; nothing is s
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,16 @@ from flax import nnx
 from pjax.base import FfnFn, LowRankPredictor, Mode, Predictors, ProgressFn
 from pjax.executor import check_mode, mode_ffn_fn
 from pjax.model import Decoder, prompt_positions
+from pjax.profiler import check_ids
 
 CHUNK = 512
 """Tokens of a chunk, at most the context; llama.cpp's convention, so that figures can be compared."""
 
 BATCH_TOKENS = 2048
 """Scored at once: the logits of so many tokens are 260 MB at a vocabulary of 32,000."""
+
+MAX_NATS = 700.0
+"""Mean negative log-likelihood beyond which the perplexity leaves float64; chance is log(vocab), 10 to 12."""
 
 
 class Quality(NamedTuple):
@@ -30,8 +34,8 @@ class Quality(NamedTuple):
     Attributes:
         perplexity: exp of the mean negative log-likelihood, for each mode that was scored.
         error: standard error of that perplexity, for each mode.
-        top1_agreement: share of scored positions where the last mode's best token is the dense one's.
-        kl_mean: mean Kullback-Leibler divergence of the last mode from dense, in nats.
+        top1_agreement: share of scored positions where the last mode's best token is the first mode's.
+        kl_mean: mean of KL(first mode || last mode) in nats, 0 or more.
         tokens: scored positions.
     """
 
@@ -93,7 +97,9 @@ def chunks(ids: np.ndarray, context: int, bos_id: int | None) -> np.ndarray:
     """
     size = min(CHUNK, context)
     if len(ids) < size:
-        raise ValueError(f"text: perplexity needs at least one chunk of {size} tokens, got {len(ids)}; give more")
+        raise ValueError(
+            f"text: perplexity needs at least one chunk of {size} tokens, got {len(ids)}; give more"
+        )
     rows = np.asarray(ids[: len(ids) // size * size], np.int32).reshape(-1, size).copy()
     if bos_id is not None:
         rows[:, 0] = bos_id
@@ -113,7 +119,7 @@ def measure_quality(
     *,
     predictors: Predictors | None = None,
     progress_fn: ProgressFn = lambda done, total: None,
-    report_fn: Any = None,
+    report_fn: Callable[[Quality], None] = lambda so_far: None,
 ) -> Quality:
     """Scores a text in several modes.
 
@@ -126,12 +132,14 @@ def measure_quality(
         report_fn: called after each batch with the `Quality` so far.
 
     Raises:
-        ValueError: if the model cannot run in one of the modes.
+        ValueError: if the model cannot run in one of the modes, the ids do not fit it, or its answers
+            are not finite.
     """
+    rows = check_ids(rows, model.config)
     for mode in modes:
         check_mode(mode, model.config, predictors)
     graphdef, state = nnx.split(model)
-    layers = predictors.layers if predictors else ()
+    layers = jax.device_put(predictors.layers if predictors else ())
     parts: list[list[_Scores]] = [[] for _ in modes]
     done = 0
     for batch in _batches(rows):
@@ -139,8 +147,7 @@ def measure_quality(
             part.append(_Scores(*(np.asarray(a) for a in scores)))
         done += len(batch)
         progress_fn(done, len(rows))
-        if report_fn is not None:
-            report_fn(_summarize(modes, parts))
+        report_fn(_summarize(modes, parts))
     return _summarize(modes, parts)
 
 
@@ -148,7 +155,13 @@ def _summarize(modes: tuple[Mode, ...], parts: list[list[_Scores]]) -> Quality:
     perplexity, error = {}, {}
     for mode, part in zip(modes, parts, strict=True):
         log_likelihood = np.concatenate([scores.log_likelihood for scores in part]).astype(np.float64)
-        perplexity[mode] = math.exp(-log_likelihood.mean())
+        mean = float(log_likelihood.mean())
+        if not mean > -MAX_NATS:
+            raise ValueError(
+                f"perplexity: mode {mode!r} gives log-likelihoods of {mean:g} a token, so its logits are not "
+                'numbers or senseless; float16 weights may have overflowed, try dtype="float32"'
+            )
+        perplexity[mode] = math.exp(-mean)
         error[mode] = perplexity[mode] * float(log_likelihood.std()) / math.sqrt(len(log_likelihood))
     last = parts[-1]
     agrees = np.concatenate([scores.agrees for scores in last])

@@ -95,13 +95,13 @@ def summary_table(report: dict[str, Any]) -> Table:
     row("perplexity", [quality[f"perplexity_{mode}"] for mode in modes], "{:.3f}")
     row("tokens/s", [speed[f"{mode}_tokens_per_s"] for mode in modes], "{:,.0f}")
     if profile:
-        row("neurons computed", [1.0, profile["density_mean"], predictor["density_mean"]], "{:.1%}")
+        row("neurons used", [1.0, profile["density_mean"], predictor["density_mean"]], "{:.1%}")
         row("recall", [None, None, predictor["recall_mean"]], "{:.1%}")
         hot, neurons = sum(placement["hot_neurons"]), sum(report["model"]["neurons"])
         simulated = ", simulated hardware" if report["hardware"]["source"] == "simulated" else ""
         table.caption = (
-            f"placement {placement['status']}: {hot:,} of {neurons:,} neurons hot, serving "
-            f"{executor['neuron_load_share']:.1%} of the activations ({report['hardware']['name']}{simulated}); "
-            f"guard {quality['guard']}"
+            f"placement {placement['status']}: {hot:,} of {neurons:,} neurons hot, "
+            f"serving {executor['neuron_load_share']:.1%} of the activations "
+            f"({report['hardware']['name']}{simulated}); guard {quality['guard']}"
         )
     return table

@@ -9,7 +9,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class ProfileSettings:
-    """Attributes: text (a .txt or .jsonl file, or "stdlib:calibration"), num_tokens (at most, of it)."""
+    """What the profile and the predictors are made from.
+
+    Attributes:
+        text: a .txt or .jsonl file, or "stdlib:calibration".
+        num_tokens: at most so many of it.
+    """
 
     text: str = "stdlib:calibration"
     num_tokens: int = 131072
@@ -17,7 +22,13 @@ class ProfileSettings:
 
 @dataclasses.dataclass(frozen=True)
 class PredictorSettings:
-    """Attributes: kind ("lowrank"), dtype of its weights ("float32"), recall wanted on held-out tokens."""
+    """How predictors are trained.
+
+    Attributes:
+        kind: "lowrank".
+        dtype: of its weights, "float32".
+        recall: share of the active neurons to mark, on held-out tokens, 0..1.
+    """
 
     kind: str = "lowrank"
     dtype: str = "float32"
@@ -26,8 +37,14 @@ class PredictorSettings:
 
 @dataclasses.dataclass(frozen=True)
 class PlacementSettings:
-    """Attributes: device_bytes (a number, "8GiB", "40%" of the FFN, "max"), objective ("impact"),
-    group_size (neurons decided together), time_limit_s of the solver."""
+    """How neurons are placed.
+
+    Attributes:
+        device_bytes: a number, "8GiB", "40%" of the FFN weights, or "max" for the device's memory.
+        objective: "impact".
+        group_size: neurons decided together.
+        time_limit_s: of the solver.
+    """
 
     device_bytes: int | str = "max"
     objective: str = "impact"
@@ -37,7 +54,7 @@ class PlacementSettings:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateSettings:
-    """Attributes: as the arguments of `LLM.generate`."""
+    """The arguments of `LLM.generate`."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -50,7 +67,13 @@ class GenerateSettings:
 
 @dataclasses.dataclass(frozen=True)
 class QualitySettings:
-    """Attributes: text to score, num_tokens (at most, of it), max_perplexity_rise of predicted over dense."""
+    """What the quality guard asks for.
+
+    Attributes:
+        text: to score; as `ProfileSettings.text`, or "stdlib:evaluation".
+        num_tokens: at most so many of it.
+        max_perplexity_rise: of predicted over dense, as a fraction.
+    """
 
     text: str = "stdlib:evaluation"
     num_tokens: int = 16384
@@ -59,7 +82,22 @@ class QualitySettings:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All of it; `hardware` is "measured" or the name of a preset, `mode` None chooses by the guard."""
+    """All of it.
+
+    Attributes:
+        model: a folder.
+        prompt: text to continue.
+        activation: overrides the one that the model's file names; None keeps it.
+        dtype: storage type of the weights; None keeps the file's.
+        mode: see `base.Mode`; None chooses by the quality guard.
+        seed: of predictors and sampling.
+        hardware: "measured", or the name of a preset.
+        profile: see its class, as the others.
+        predictor: of mode "predicted".
+        placement: of the neurons.
+        generate: how to continue the prompt.
+        quality: of the modes.
+    """
 
     model: str
     prompt: str
@@ -124,9 +162,9 @@ def _get(settings: Settings, key: str) -> Any:
 
 def _fill(record: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, Mapping):
-        raise ValueError(f"config.{prefix.rstrip('.')}: expected keys and values, got {values!r}")
+        raise ValueError(f"{f'config.{prefix}'.rstrip('.')}: expected keys and values, got {values!r}")
     hints = typing.get_type_hints(record)
-    unknown = sorted(set(values) - set(hints))
+    unknown = [key for key in values if key not in hints]
     if unknown:
         raise ValueError(f"config.{prefix}{unknown[0]}: no such key; the keys here are {', '.join(hints)}")
     required = [f.name for f in dataclasses.fields(record) if f.default is dataclasses.MISSING]
@@ -140,9 +178,9 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _fill(hint, value, key + ".")
     if hint == tuple[str, ...]:
-        value = (value,) if isinstance(value, str) else tuple(value)
-        if all(isinstance(part, str) for part in value):
-            return value
+        parts = (value,) if isinstance(value, str) else value
+        if isinstance(parts, tuple | list) and all(isinstance(part, str) for part in parts):
+            return tuple(parts)
         raise ValueError(f"config.{key}: expected strings, got {value!r}")
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(value) in allowed:

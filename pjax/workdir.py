@@ -5,10 +5,10 @@ made from; one that does not match is not returned, so it is made again or refus
 """
 
 import hashlib
+import io
 import json
 import logging
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,8 @@ def fingerprint(*parts: Any) -> str:
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file under a temporary name, then renames it: it is there whole, or not at all."""
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        if not _is_running(int(leftover.suffixes[-2][1:])):
+        pid = leftover.name.split(".")[-2]
+        if pid.isdecimal() and not _is_running(int(pid)):
             leftover.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -54,14 +55,15 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        raise OSError(error.errno, f"could not write {path}: {error.strerror}") from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, f"could not write {path}: {os.strerror(error.errno or 0)}") from error
 
 
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
@@ -77,9 +79,8 @@ def save(workdir: Path, name: str, made_from: str, artefact: Artefact) -> None:
         made_from: fingerprint of all that the artefact depends on.
         artefact: what to write.
     """
-    import io
-
-    record = json.dumps({"made_from": made_from, "record": artefact.record})
+    header = {"made_from": made_from, "record": artefact.record}
+    record = json.dumps(header | {"checksum": _checksum(artefact)})
     buffer = io.BytesIO()
     np.savez(buffer, **artefact.arrays, **{RECORD: np.frombuffer(record.encode(), np.uint8)})  # type: ignore[arg-type]
     write_atomically(workdir / f"{name}.npz", buffer.getvalue())
@@ -101,15 +102,21 @@ def load(workdir: Path, name: str, made_from: str | None) -> Artefact | None:
     if not path.exists():
         return None
     try:
-        with np.load(path) as file:
+        with open(path, "rb") as opened, np.load(opened) as file:
             arrays = {key: file[key] for key in file.files}
         header = json.loads(arrays.pop(RECORD).tobytes())
-    except (zipfile.BadZipFile, ValueError, KeyError, OSError, EOFError) as error:
-        logging.warning("%s is damaged (%s) and is made again", path, error)
+        artefact = Artefact(arrays, header["record"])
+        # The zip's own checksums do not cover the names of its arrays.
+        if header["checksum"] != _checksum(artefact):
+            raise ValueError("its checksum is wrong")
+    except Exception as error:  # a damaged zip raises any of a dozen types
+        logging.warning("%s is damaged (%s) and is not used", path, error)
         return None
-    if made_from is not None and header["made_from"] != made_from:
-        return None
-    return Artefact(arrays, header["record"])
+    return artefact if made_from in (None, header["made_from"]) else None
+
+
+def _checksum(artefact: Artefact) -> str:
+    return fingerprint(artefact.record, *(part for item in sorted(artefact.arrays.items()) for part in item))
 
 
 def _per_layer(arrays: Mapping[str, np.ndarray], prefix: str) -> tuple[np.ndarray, ...]:
@@ -151,7 +158,9 @@ def unpack_predictors(artefact: Artefact) -> Predictors:
 def pack_placement(placement: Placement) -> Artefact:
     """The placement as an artefact: its record, and the neuron tables (hot neurons' numbers)."""
     arrays = {f"hot_ids.{i}": np.flatnonzero(mask) for i, mask in enumerate(placement.hot_mask)}
-    record = {field: getattr(placement, field) for field in Placement.__dataclass_fields__ if field != "hot_mask"}
+    record = {
+        field: getattr(placement, field) for field in Placement.__dataclass_fields__ if field != "hot_mask"
+    }
     return Artefact(arrays, record | {"neurons": [len(mask) for mask in placement.hot_mask]})
 
 
@@ -166,7 +175,9 @@ def unpack_placement(artefact: Artefact) -> Placement:
     for i, neurons in enumerate(record.pop("neurons")):
         ids, mask = artefact.arrays[f"hot_ids.{i}"], np.zeros(neurons, bool)
         if len(np.unique(ids)) != len(ids) or (len(ids) and (ids.min() < 0 or ids.max() >= neurons)):
-            raise ValueError(f"placement: layer {i}'s neuron table has an id twice or outside 0..{neurons - 1}")
+            raise ValueError(
+                f"placement: layer {i}'s neuron table has an id twice or outside 0..{neurons - 1}"
+            )
         mask[ids] = True
         masks.append(mask)
     return Placement(hot_mask=tuple(masks), **record)

@@ -1,0 +1,168 @@
+"""Perplexity and divergence against numpy on logits that are computed another way."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pjax import quality
+from pjax.model import Decoder
+from pjax.predictor import predict_mask
+from pjax.quality import chunks, measure_quality
+from tests.tiny_model import ALL, NONE, ffn_inputs, ffn_values, tiny_decoder, tiny_ids, tiny_predictors
+
+ROWS = chunks(tiny_ids(1, 100)[0], 16, 1)
+"""Six chunks of 16 tokens."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_decoder()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = np.asarray(logits, np.float64)
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def scored(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probabilities [chunks * 8, vocab], log-likelihoods [chunks * 8]) of each chunk's second half."""
+    log_probs = log_softmax(logits)[:, 7:15].reshape(-1, 50)
+    return log_probs, log_probs[np.arange(len(log_probs)), ROWS[:, 8:].reshape(-1)]
+
+
+def jitted(model: Decoder, ffn_fn=None) -> np.ndarray:
+    """The logits of ROWS."""
+    return np.asarray(nnx.jit(lambda m, ids: m(ids) if ffn_fn is None else m(ids, ffn_fn))(model, ROWS))
+
+
+def masked_ffn_fn(predictors, *, per_token: bool):
+    """The FFN with every value computed, and those outside of the predictor's mask set to zero."""
+
+    def ffn_fn(layer, x, residual):
+        mask = predict_mask(predictors.layers[layer.index], x, residual)
+        mask = mask if per_token else jnp.broadcast_to(mask.any((0, 1), keepdims=True), mask.shape)
+        ffn = layer.ffn.weights
+        values = jnp.maximum(jnp.einsum("bsm,nm->bsn", x, ffn.gate), 0) * jnp.einsum("bsm,nm->bsn", x, ffn.up)
+        return jnp.einsum("bsn,nm->bsm", values * mask, ffn.down), None
+
+    return ffn_fn
+
+
+def test_chunks_do_not_overlap_and_begin_with_bos():
+    ids = np.arange(100) % 50
+    rows = chunks(ids, 16, 1)
+    assert rows.shape == (6, 16)
+    assert rows.dtype == np.int32
+    expected = ids[:96].reshape(6, 16).copy()
+    expected[:, 0] = 1
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(ids, np.arange(100) % 50)  # the caller's ids stay
+    np.testing.assert_array_equal(chunks(ids, 16, None), ids[:96].reshape(6, 16))
+    np.testing.assert_array_equal(chunks(list(ids), 16, None), ids[:96].reshape(6, 16))
+
+
+def test_chunks_are_at_most_512_tokens():
+    assert chunks(np.zeros(1100, int), 4096, None).shape == (2, 512)
+    assert chunks(np.zeros(512, int), 512, 1).shape == (1, 512)
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(15, 16), (0, 16), (511, 4096)])
+def test_short_text_is_refused(tokens, context):
+    wanted = min(512, context)
+    with pytest.raises(
+        ValueError, match=f"text: perplexity needs at least one chunk of {wanted} tokens, got {tokens}"
+    ):
+        chunks(np.zeros(tokens, int), context, 1)
+
+
+def test_dense_perplexity_is_that_of_the_logits(model, monkeypatch):
+    monkeypatch.setattr(quality, "BATCH_TOKENS", 40)
+    progress, so_far = [], []
+    found = measure_quality(
+        model, ROWS, ("dense",), progress_fn=lambda *args: progress.append(args), report_fn=so_far.append
+    )
+    _, likelihoods = scored(jitted(model))
+    assert found.tokens == len(likelihoods) == 48
+    assert found.perplexity == {"dense": pytest.approx(math.exp(-likelihoods.mean()), rel=1e-5)}
+    # The relative error of exp(m) is the error of m.
+    error = math.exp(-likelihoods.mean()) * likelihoods.std() / math.sqrt(48)
+    assert found.error == {"dense": pytest.approx(error, rel=1e-4)}
+    assert (found.top1_agreement, found.kl_mean) == (1.0, 0.0)
+    assert progress == [(2, 6), (4, 6), (6, 6)]
+    assert so_far[-1] == found
+    assert [q.tokens for q in so_far] == [16, 32, 48]
+
+
+def test_exact_is_dense_and_an_all_true_mask_is_exact(model):
+    found = measure_quality(
+        model, ROWS, ("dense", "exact", "predicted"), predictors=tiny_predictors(model, ALL)
+    )
+    assert found.perplexity["exact"] == pytest.approx(found.perplexity["dense"], rel=1e-5)
+    assert found.perplexity["predicted"] == pytest.approx(found.perplexity["exact"], rel=1e-6)
+    assert found.top1_agreement == 1.0
+    assert abs(found.kl_mean) < 1e-6
+
+
+def test_an_all_false_mask_takes_the_ffn_away(model):
+    found = measure_quality(model, ROWS, ("dense", "predicted"), predictors=tiny_predictors(model, NONE))
+    without = nnx.clone(model)
+    for layer in without.layers:
+        layer.ffn.down.set_value(jnp.zeros_like(layer.ffn.down[...]))
+    _, likelihoods = scored(jitted(without))
+    assert found.perplexity["predicted"] == pytest.approx(math.exp(-likelihoods.mean()), rel=1e-5)
+    assert abs(found.perplexity["predicted"] / found.perplexity["dense"] - 1) > 0.05
+
+
+def test_masks_are_per_token_and_divergence_is_numpys(model):
+    predictors = tiny_predictors(model, 1.0)
+    found = measure_quality(model, ROWS, ("dense", "predicted"), predictors=predictors)
+    masked, likelihoods = scored(jitted(model, masked_ffn_fn(predictors, per_token=True)))
+    _, of_union = scored(jitted(model, masked_ffn_fn(predictors, per_token=False)))
+    assert found.perplexity["predicted"] == pytest.approx(math.exp(-likelihoods.mean()), rel=1e-5)
+    assert abs(math.exp(likelihoods.mean() - of_union.mean()) - 1) > 0.01
+    dense, _ = scored(jitted(model))
+    assert found.kl_mean == pytest.approx((np.exp(dense) * (dense - masked)).sum(-1).mean(), rel=1e-4)
+    agreement = (dense.argmax(-1) == masked.argmax(-1)).mean()
+    assert found.top1_agreement == pytest.approx(agreement)
+    assert 0 < agreement < 1
+
+
+def test_numpy_and_the_model_agree_on_the_first_ffn(model):
+    """So that the reference of the masked runs above is the FFN itself."""
+    x = ffn_inputs(model, ROWS)[0]
+    values, _ = ffn_values(model.layers[0], x)
+    y = values @ np.asarray(model.layers[0].ffn.down[...], np.float64)
+    np.testing.assert_allclose(model.layers[0].ffn.dense(jnp.asarray(x, jnp.float32)), y, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [(("dense", "predicted"), '"predicted" needs trained predictors'), (("fast",), 'mode: expected "dense"')],
+)
+def test_modes_that_cannot_run(model, modes, message):
+    with pytest.raises(ValueError, match=message):
+        measure_quality(model, ROWS, modes)
+
+
+def test_only_dense_where_nothing_is_zero():
+    model = tiny_decoder(activation="silu")
+    with pytest.raises(ValueError, match="'silu', which is never exactly zero"):
+        measure_quality(model, ROWS, ("dense", "exact"))
+    assert measure_quality(model, ROWS, ("dense",)).perplexity["dense"] > 1
+
+
+def test_ids_that_do_not_fit(model):
+    with pytest.raises(ValueError, match=r"ids: expected 0\.\.49"):
+        measure_quality(model, ROWS + 10, ("dense",))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
+def test_senseless_logits_are_refused(model, value):
+    broken = nnx.clone(model)
+    broken.head.set_value(broken.head[...] * value)
+    with pytest.raises(ValueError, match=r"perplexity: mode 'dense' gives log-likelihoods of .* a token"):
+        measure_quality(broken, ROWS, ("dense",))
