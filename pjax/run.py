@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -60,6 +60,7 @@ class StageBars:
 
 def main(argv: list[str]) -> None:
     """Runs the config."""
+    logging.set_verbosity(logging.WARNING)
     if len(argv) > 1:
         raise ValueError(f"unexpected argument {argv[1]!r}; options begin with --")
     if _CONFIG.value is None:
