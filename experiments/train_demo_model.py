@@ -84,7 +84,9 @@ def prepare_tokens(workdir: pathlib.Path) -> np.ndarray:
         np.save(workdir / "tokens.tmp.npy", np.concatenate([np.asarray(row, np.uint16) for row in ids]))
         (workdir / "tokens.tmp.npy").rename(workdir / "tokens.npy")
     tokens = np.load(workdir / "tokens.npy")
-    print(f"{len(texts)} files, {sum(map(len, texts)) / 1e6:.1f} M characters, {len(tokens) / 1e6:.2f} M tokens")
+    print(
+        f"{len(texts)} files, {sum(map(len, texts)) / 1e6:.1f} M characters, {len(tokens) / 1e6:.2f} M tokens"
+    )
     return tokens
 
 
@@ -143,7 +145,9 @@ def train(tokens: np.ndarray, workdir: pathlib.Path) -> nnx.State:
     graphdef, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(_SEED.value)))
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate, b2=0.98, weight_decay=0.05, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
+        optax.adamw(
+            learning_rate, b2=0.98, weight_decay=0.05, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)
+        ),
     )
     state = optimizer.init(params)
     step_fn = make_step(graphdef, optimizer)
@@ -194,7 +198,9 @@ def main(argv):
         raise app.UsageError(f"--out={out} exists already; name a new folder")
     params = train(prepare_tokens(workdir), workdir)
     tensors = {
-        weight_name(path): np.asarray(variable[...].astype(jnp.bfloat16 if variable[...].ndim > 1 else jnp.float32))
+        weight_name(path): np.asarray(
+            variable[...].astype(jnp.bfloat16 if variable[...].ndim > 1 else jnp.float32)
+        )
         for path, variable in nnx.to_flat_state(params)
     }
     write_checkpoint(out, CONFIG, tensors)

@@ -40,7 +40,9 @@ class SparseFfn(nnx.Module):
         rngs: nnx.Rngs,
     ):
         def rows(fan_in: int) -> nnx.Param:
-            return nnx.Param((jax.random.normal(rngs.params(), (neurons, model)) * fan_in**-0.5).astype(dtype))
+            return nnx.Param(
+                (jax.random.normal(rngs.params(), (neurons, model)) * fan_in**-0.5).astype(dtype)
+            )
 
         def zeros(width: int, wanted: bool) -> nnx.Param | None:
             return nnx.Param(jnp.zeros(width)) if wanted else None

@@ -27,9 +27,7 @@ class LLM:
             another model than the one that is there now.
     """
 
-    def __init__(
-        self, path: str | os.PathLike, *, dtype: str | None = None, activation: str | None = None
-    ):
+    def __init__(self, path: str | os.PathLike, *, dtype: str | None = None, activation: str | None = None):
         workdir = Path(path).expanduser()
         manifest_file = workdir / "workdir.json"
         self.predictors: Predictors | None = None
@@ -39,7 +37,9 @@ class LLM:
         manifest: dict[str, Any] | None = None
         if manifest_file.exists():
             if dtype is not None or activation is not None:
-                raise ValueError(f"dtype, activation: {workdir} is a workdir, which was prepared with its own")
+                raise ValueError(
+                    f"dtype, activation: {workdir} is a workdir, which was prepared with its own"
+                )
             manifest = json.loads(manifest_file.read_text())
             model_path, dtype, activation = manifest["model"], manifest["dtype"], manifest["activation"]
         with on_host():
@@ -63,8 +63,11 @@ class LLM:
         self._default_mode = manifest["mode"]
 
     def mode(self, mode: Mode | None = None) -> Mode:
-        """The mode that None stands for: the workdir's (predicted if its quality guard passed, else
-        exact); without a workdir exact, or dense if the activation is not sparse."""
+        """The mode that None stands for.
+
+        A workdir's is predicted if its quality guard passed, else exact; a model folder's is exact. Both
+        are dense if the activation is not sparse.
+        """
         if mode is not None:
             return mode
         return self._default_mode or ("exact" if self.model.config.is_sparse else "dense")
@@ -94,7 +97,9 @@ class LLM:
         """
         return generate(self.executor(mode), self.tokenizer, prompts, **sampling)
 
-    def stream(self, prompt: str | Sequence[int], *, mode: Mode | None = None, **sampling: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: str | Sequence[int], *, mode: Mode | None = None, **sampling: Any
+    ) -> Iterator[str]:
         """Yields the text of `generate` piece by piece; same arguments, one prompt."""
         if self.tokenizer is None:
             raise ValueError("stream: this model's folder has no tokenizer; use generate with token ids")

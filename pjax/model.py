@@ -47,6 +47,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_width)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """See the class."""
         y = project(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...][None, None, :]
 
@@ -65,6 +66,7 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(width)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, model] -> float32, the same shape."""
         if self.kind == "layer":
             x = x - x.mean(-1, keepdims=True)
         y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
@@ -164,8 +166,11 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, positions: jax.Array, cache: KvCache | None
     ) -> tuple[jax.Array, KvCache | None]:
+        """Attends from x [batch, seq, model] at int32 positions [batch, seq]; returns y and the cache."""
         batch, seq, _ = x.shape
-        q, k, v = (layer(x).reshape(batch, seq, -1, self.config.head_dim) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).reshape(batch, seq, -1, self.config.head_dim) for layer in (self.q, self.k, self.v)
+        )
         if self.config.rope_theta is not None:
             q, k = (rotate(part, positions, self.config.rope_theta) for part in (q, k))
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)

@@ -167,7 +167,9 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         rows = profile_rows(ids, model.config.context)
         made_from = fingerprint(made_from, rows)
         stats = unpack_stats(
-            stages.run("profile", made_from, lambda fn: pack_stats(collect_stats(model, rows, progress_fn=fn)))
+            stages.run(
+                "profile", made_from, lambda fn: pack_stats(collect_stats(model, rows, progress_fn=fn))
+            )
         )
         placement = _placement(stages, settings, model, stats, hardware, made_from)
         made_from = fingerprint(made_from, dataclasses.asdict(settings.predictor), settings.seed)
@@ -316,7 +318,10 @@ def _speed(
                 "syncs_per_layer": split.syncs_per_layer,
             },
             "speed": {
-                **{f"{mode}_tokens_per_s": speed.tokens_per_s.get(mode) for mode in ("dense", "exact", "predicted")},
+                **{
+                    f"{mode}_tokens_per_s": speed.tokens_per_s.get(mode)
+                    for mode in ("dense", "exact", "predicted")
+                },
                 "prefill_tokens_per_s": speed.prefill_tokens_per_s,
                 "first_token_s": speed.first_token_s,
                 "prompt_tokens": speed.prompt_tokens,
@@ -324,7 +329,13 @@ def _speed(
             "decode": None,
         }
         if not isinstance(split, OneProgram):
-            state = split.prefill(prompt[None, :], np.array([len(prompt)], np.int32), capacity=512, sample_fn=greedy, sampler=None)
+            state = split.prefill(
+                prompt[None, :],
+                np.array([len(prompt)], np.int32),
+                capacity=512,
+                sample_fn=greedy,
+                sampler=None,
+            )
             overlap = measure_overlap(split, state, greedy)
             record["executor"] |= {**overlap._asdict(), "timeline": [t._asdict() for t in overlap.timeline]}
         if predictors:

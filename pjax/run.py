@@ -27,7 +27,9 @@ from pjax.report import summary_table
 from pjax.settings import Settings, make_settings
 from pjax.workdir import write_atomically
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "What to run: a file in configs/.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "What to run: a file in configs/.", lock_config=True
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results are kept; default runs/NAME_OF_THE_CONFIG.")
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue, instead of the config's.")
 _JSON = flags.DEFINE_bool("json", False, "Print the report as JSON on stdout instead of the text.")
@@ -99,8 +101,8 @@ def warn(console: Console, settings: Settings, prepared: Prepared) -> None:
     """Says loudly what a reader of the figures must know."""
     if prepared.simulated:
         console.print(
-            f"[yellow]hardware {settings.hardware} is simulated:[/] the placement is for a device that is not "
-            "here; an emulated CPU device stands in for it, so the split runs, but no faster."
+            f"[yellow]hardware {settings.hardware} is simulated:[/] the placement is for a device that is "
+            "not here; an emulated CPU device stands in for it, so the split runs, but no faster."
         )
     if prepared.report["quality"]["guard"] == "failed":
         console.print(

@@ -175,7 +175,7 @@ def _fill(record: type, values: Any, prefix: str) -> Any:
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _fill(hint, value, key + ".")
     if hint == tuple[str, ...]:
         parts = (value,) if isinstance(value, str) else value

@@ -34,7 +34,7 @@ def fingerprint(*parts: Any) -> str:
     for part in parts:
         if isinstance(part, np.ndarray):
             digest.update(f"{part.dtype}{part.shape}".encode())
-            digest.update(np.ascontiguousarray(part).view(np.uint8))
+            digest.update(np.ascontiguousarray(part).view(np.uint8).data)
         else:
             digest.update(json.dumps(part, sort_keys=True).encode())
         digest.update(b"\0")

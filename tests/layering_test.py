@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,6 @@ SAME_FLOOR = {("model", "layers")}
 ONLY_IN = {
     "mip": {"placement"},
     "optax": {"predictor"},
-    "jax.ffi": {"ops"},
     "ctypes": {"ops"},
     "absl": {"run"},
     "ml_collections": {"run"},
@@ -98,12 +99,21 @@ def test_package_stays_in_its_module(package):
     assert users, f"nothing imports {package} any more"
 
 
+def test_jax_ffi_stays_in_one_file():
+    users = [file for file in source_files() if "jax.ffi" in file.read_text().replace("`jax.ffi`", "")]
+    assert [file.relative_to(ROOT / "pjax").as_posix() for file in users] == ["ops/ffi.py"]
+
+
 def build_targets() -> dict[str, set[str]]:
     """Target name to its `deps`, from BUILD's py_library rules."""
     targets = {}
     for node in ast.walk(ast.parse((ROOT / "BUILD").read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "py_library":
-            values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg in ("name", "deps")}
+            values = {
+                keyword.arg: ast.literal_eval(keyword.value)
+                for keyword in node.keywords
+                if keyword.arg in ("name", "deps")
+            }
             targets[values["name"]] = {dep.removeprefix(":") for dep in values.get("deps", [])}
     return targets
 
@@ -125,12 +135,12 @@ def test_public_names_exist_and_are_listed():
 
 
 def test_import_loads_no_library_solver_or_flags():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, pjax; loaded = set(sys.modules);"
-        "assert not loaded & {'mip', 'absl.flags', 'ml_collections'}, loaded & {'mip', 'absl.flags', 'ml_collections'};"
-        "assert not any('libpjax' in line for line in open('/proc/self/maps'))"
-    )
+    code = """
+import sys
+import pjax
+from absl import flags
+assert not {"mip", "ml_collections", "pjax.run"} & set(sys.modules)
+assert not [name for name in flags.FLAGS if flags.FLAGS.find_module_defining_flag(name).startswith("pjax")]
+assert "libpjax" not in open("/proc/self/maps").read()
+"""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -34,7 +34,9 @@ def test_from_kernels_equals_the_formula(layout):
 
 def test_from_kernels_refuses_what_does_not_belong_together():
     gate, up, down = kernels()
-    with pytest.raises(ValueError, match=r"down: expected shape \(56, 24\).*got \(24, 56\); is it transposed"):
+    with pytest.raises(
+        ValueError, match=r"down: expected shape \(56, 24\).*got \(24, 56\); is it transposed"
+    ):
         pjax.SparseFfn.from_kernels(gate, up, down.T)
     with pytest.raises(ValueError, match="layout: expected .* got 'sideways'"):
         pjax.SparseFfn.from_kernels(gate, up, down, layout="sideways")

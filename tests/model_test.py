@@ -11,10 +11,22 @@ from pjax.model import KvCache, attend, attend_prompt, load_model, model_fingerp
 from tests.cases import find_case
 from tests.tiny import edit_config, tiny_llama, tiny_opt
 
-CASES = (
-    "llama_mha llama_gqa llama_mqa llama_tied opt_base opt_no_bias opt_full_context q_llama_bfloat16 "
-    "q_opt_lm_head_too llama_attn_mlp_bias llama_head_dim16 llama_rope_theta5e5 opt_ffn_odd opt_one_hot_layer"
-).split()
+CASES = [
+    "llama_mha",
+    "llama_gqa",
+    "llama_mqa",
+    "llama_tied",
+    "opt_base",
+    "opt_no_bias",
+    "opt_full_context",
+    "q_llama_bfloat16",
+    "q_opt_lm_head_too",
+    "llama_attn_mlp_bias",
+    "llama_head_dim16",
+    "llama_rope_theta5e5",
+    "opt_ffn_odd",
+    "opt_one_hot_layer",
+]
 
 
 @pytest.mark.parametrize("ffn_fn", [dense_ffn_fn, exact_ffn_fn])

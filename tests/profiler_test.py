@@ -61,8 +61,9 @@ def test_counts_are_those_of_real_checkpoints(name):
     model = load_model(folder)
     stats = collect_stats(model, golden["ids"])
     assert stats.num_tokens == golden["ids"].size
-    _, openers = numpy_ffn(model, golden["ids"])
-    assert_counts(stats.counts, list(golden["active"]), openers)
+    if not all(map(np.array_equal, stats.counts, golden["active"])):
+        _, openers = numpy_ffn(model, golden["ids"])
+        assert_counts(stats.counts, list(golden["active"]), openers)
 
 
 def test_batches_change_nothing(monkeypatch):

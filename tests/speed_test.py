@@ -26,7 +26,7 @@ def greedy_ids(model, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
 def test_rows_are_those_of_the_decoded_tokens(monkeypatch):
     monkeypatch.setattr(speed, "ROUNDS", 2)
     monkeypatch.setattr(speed, "TOKENS_PER_ROUND", 6)
-    model, prompt = tiny_decoder(), tiny_ids(1, 8)[0]
+    model, prompt = tiny_decoder(neurons=(64,)), tiny_ids(1, 8)[0]
     # A fresh profile of the ten decoded tokens: that of the whole text less that of the prompt.
     ids = greedy_ids(model, prompt, 10)
     whole, start = (
@@ -41,7 +41,7 @@ def test_rows_are_those_of_the_decoded_tokens(monkeypatch):
     assert found.rows["dense"] == (0, 0, 0)
     assert found.rows["predicted"] == (0, 0, 0)  # the mask is all false
     predicted, computed, active = found.rows["exact"]
-    assert predicted == 24 + 40
+    assert predicted == 64
     assert active == pytest.approx((whole - start) / 10)
     assert active <= computed < predicted
     assert found.prompt_tokens == 8

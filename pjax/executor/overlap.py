@@ -63,7 +63,7 @@ def measure_overlap(executor: TwoPrograms, state: DecodeState, sample_fn: Sample
         times["step"].append(time.perf_counter() - start)
         caches = _copy(state.caches)
         start = time.perf_counter()
-        jax.block_until_ready(_device_half(executor, state, caches, arrays))
+        jax.block_until_ready(_device_half(executor, state, caches))
         times["device"].append(time.perf_counter() - start)
         start = time.perf_counter()
         jax.block_until_ready(_host_half(executor, arrays))
@@ -76,11 +76,13 @@ def _copy(tree: Any) -> Any:
     return jax.block_until_ready(jax.tree.map(jnp.copy, tree))
 
 
-def _device_half(executor: TwoPrograms, state: DecodeState, caches, arrays: list[LayerArrays]) -> Any:
+def _device_half(executor: TwoPrograms, state: DecodeState, caches) -> Any:
     ids, positions = state.ids[:, None], state.lengths[:, None]
     residual, joined = embed_program(executor._graphdef, executor._state, ids, positions), None
-    for layer, cache, known in zip(executor._layers, caches, arrays, strict=True):
-        x, residual, _, hot_mask, _ = executor._attend(layer, residual, joined, positions, cache, executor.mode)
+    for layer, cache in zip(executor._layers, caches, strict=True):
+        x, residual, _, hot_mask, _ = executor._attend(
+            layer, residual, joined, positions, cache, executor.mode
+        )
         hot, _ = executor._hot(layer, x, hot_mask, executor.mode)
         joined = Joined(hot, jnp.zeros_like(hot))
     return joined
@@ -113,4 +115,6 @@ def _watch(executor: TwoPrograms, state: DecodeState) -> tuple[tuple[LayerTimes,
     executor._run(state.ids[:, None], state.lengths[:, None], state.caches, executor.mode, arrays)
     for thread in threads:
         thread.join()
-    return tuple(LayerTimes(*moments) for moments in zip(ends["x"], ends["hot"], ends["cold"], strict=True)), arrays
+    return tuple(
+        LayerTimes(*moments) for moments in zip(ends["x"], ends["hot"], ends["cold"], strict=True)
+    ), arrays

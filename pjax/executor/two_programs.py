@@ -74,7 +74,9 @@ def cold_program(cold: Ffn, x: jax.Array, cold_bits: jax.Array | None, *, mode: 
     if mode == "dense":
         return ops.dense_ffn(x, cold, activation=activation), None, ballast
     batch, seq, model = x.shape
-    mask = None if cold_bits is None else unpack_mask(cold_bits, cold.neurons).reshape(batch * seq, cold.neurons)
+    mask = (
+        None if cold_bits is None else unpack_mask(cold_bits, cold.neurons).reshape(batch * seq, cold.neurons)
+    )
     y, counts = ops.sparse_ffn_counted(x.reshape(-1, model), cold, mask, activation=activation)
     return y.reshape(x.shape), counts, ballast
 
@@ -187,11 +189,13 @@ class TwoPrograms:
         return cold_program(layer.cold, x, cold_bits, mode=mode, activation=self.config.activation)[:2]
 
     def _run(self, ids, positions, caches, mode: Mode, events: list | None = None):
-        """All layers; returns (residual, last Joined, caches, counts), and each layer's arrays in `events`."""
+        """All layers: (residual, last Joined, caches, counts), and each layer's arrays in `events`."""
         residual = embed_program(self._graphdef, self._state, ids, positions)
         joined, new_caches, aux = None, [], []
         for layer, cache in zip(self._layers, caches, strict=True):
-            x, residual, cache, hot_mask, cold_bits = self._attend(layer, residual, joined, positions, cache, mode)
+            x, residual, cache, hot_mask, cold_bits = self._attend(
+                layer, residual, joined, positions, cache, mode
+            )
             # The host first: its program starts while the device's is still being dispatched.
             x_host, bits_host = jax.device_put((x, cold_bits), self.host)
             cold, cold_counts = self._cold(layer, x_host, bits_host, mode)

@@ -17,12 +17,9 @@ Implementation = Literal["reference", "cpu"]
 OperatorFn = Callable[[Any, Any], Any]
 """`fn(tokens, weights) -> result`: every leaf of tokens and result has the batch as its first axis."""
 
-MAX_KERNEL_TOKENS = 16
-"""Tokens up to which None chooses a kernel: kernels are made for few, XLA's GEMM is faster for more."""
-
 
 def make_operator(
-    kernel: OperatorFn, formula: OperatorFn
+    kernel: OperatorFn, formula: OperatorFn, *, max_kernel_tokens: int | None = None
 ) -> Callable[[Any, Any, Implementation | None], Any]:
     """`operator(tokens, weights, implementation)`: jitted, with the gradient of `formula`.
 
@@ -31,12 +28,14 @@ def make_operator(
     Args:
         kernel: the CPU implementation.
         formula: the same in jnp; what runs elsewhere, and what is differentiated.
+        max_kernel_tokens: tokens up to which None chooses the kernel where there is one; None: any number.
     """
 
     @functools.cache
     def build(implementation: Implementation | None) -> OperatorFn:
         def choose(tokens: Any, weights: Any) -> Any:
-            few = jax.tree.leaves(tokens)[0].shape[0] <= MAX_KERNEL_TOKENS
+            num_tokens = jax.tree.leaves(tokens)[0].shape[0]
+            few = max_kernel_tokens is None or num_tokens <= max_kernel_tokens
             matrices = [leaf for leaf in jax.tree.leaves(weights) if leaf.ndim == 2]
             dtype = matrices[0].dtype
             return dispatch(implementation, kernel, formula, tokens, weights, dtype=dtype, prefer_kernel=few)

@@ -7,6 +7,10 @@ import jax
 from pjax.ops import checks, ffi, reference
 from pjax.ops.dispatch import Implementation, dispatch, make_operator
 
+MAX_MATVEC_TOKENS = 16
+"""The kernel reads the weight once a token, at the rate of memory; XLA's matrix product reads it once, and
+from so many tokens on that is worth more than its slower start."""
+
 
 def matvec(
     x: jax.Array,
@@ -63,4 +67,5 @@ def stream_sum(x: jax.Array, *, implementation: Implementation | None = None) ->
 _matvec = make_operator(
     kernel=lambda x, weights: ffi.matvec(x, *weights),
     formula=lambda x, weights: reference.matvec(x, *weights),
+    max_kernel_tokens=MAX_MATVEC_TOKENS,
 )

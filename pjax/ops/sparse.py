@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pjax.base import Ffn, FfnCounts
 from pjax.ops import checks, ffi, reference
 from pjax.ops.dispatch import Implementation, check_implementation, make_operator
+from pjax.ops.matvec import MAX_MATVEC_TOKENS
 
 
 def sparse_ffn(
@@ -111,4 +112,5 @@ _sparse = make_operator(
 _dense_relu = make_operator(
     kernel=lambda x, ffn: ffi.sparse_ffn(x, ffn, None, every_neuron=True)[0],
     formula=lambda x, ffn: reference.dense_ffn(x, ffn, "relu"),
+    max_kernel_tokens=MAX_MATVEC_TOKENS,
 )

@@ -1,0 +1,20 @@
+"""Every config file loads, is a claim, and means something to pjax."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from pjax.settings import make_settings
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_config_is_valid(file):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    settings = make_settings(module.get_config().to_dict())
+    assert Path(settings.model).is_dir()
+    assert f"--config=configs/{file.name}" in module.__doc__ and "Claim" in module.__doc__

@@ -1,0 +1,165 @@
+"""`python -m pjax.run` as a user meets it: on the demo model, with less text than the quickstart."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pjax
+from pjax.workdir import load, unpack_placement, unpack_predictors
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "--config=configs/quickstart.py",
+    "--config.profile.num_tokens=8192",
+    "--config.quality.num_tokens=2048",
+    "--config.generate.max_new_tokens=8",
+)
+
+
+def start(*args: str, **options) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "pjax.run", *args]
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **options)
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    process = start(*args)
+    out, err = process.communicate(timeout=400)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory) -> Path:
+    """A workdir whose first run was killed in the middle of its work."""
+    folder = tmp_path_factory.mktemp("runs") / "quickstart"
+    process = start(*SMALL, f"--workdir={folder}")
+    while not (folder / "profile.npz").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert (folder / "profile.npz").exists() and not (folder / "report.json").exists()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(workdir) -> tuple[str, str, dict]:
+    """(text, messages, report) of the run that finishes the killed one's work."""
+    code, out, err = run(*SMALL, f"--workdir={workdir}")
+    assert code == 0, err
+    return out, err, json.loads((workdir / "report.json").read_text())
+
+
+def test_it_resumes_and_does_every_other_stage(first):
+    text, messages, report = first
+    stages = [line.split("] ")[1] for line in messages.splitlines() if line.startswith("[")]
+    assert stages == ["load", "placement", "predictors", "quality", "speed"]
+    assert text == report["text"] + "\n" and text.startswith("def read_json(path):")
+    assert "simulated" in messages
+
+
+def test_the_report_is_whole_and_consistent(first):
+    report = first[2]
+    assert list(report) == [
+        "model", "profile", "predictor", "hardware", "placement", "quality",
+        "executor", "speed", "decode", "text",
+    ]  # fmt: skip
+    layers, neurons = report["model"]["layers"], report["model"]["neurons"]
+    predictor, quality, placement = report["predictor"], report["quality"], report["placement"]
+    assert len(predictor["per_layer"]) == len(neurons) == layers
+    assert math.isclose(predictor["recall_mean"], np.mean([r["recall"] for r in predictor["per_layer"]]))
+    assert all(r["recall"] >= 0.96 for r in predictor["per_layer"])
+    assert math.isclose(quality["perplexity_exact"], quality["perplexity_dense"], rel_tol=1e-5)
+    assert quality["perplexity_predicted"] != quality["perplexity_dense"]
+    assert report["hardware"] == {"name": "demo", "source": "simulated"}
+    assert placement["device_bytes"] <= placement["budget_bytes"]
+    assert sum(hot > 0 for hot in placement["hot_neurons"]) >= 3
+    assert placement["objective"] <= placement["bound"] * (1 + 1e-9)
+    executor, decode = report["executor"], report["decode"]
+    assert executor["kind"] == "two programs" and len(executor["timeline"]) == layers
+    assert 0 < executor["neuron_load_share"] < 1
+    assert 0 < decode["rows_active"] <= decode["rows_computed"] <= decode["rows_predicted"] < sum(neurons)
+
+
+def test_the_workdir_agrees_with_the_report(first, workdir):
+    report = first[2]
+    predictors = unpack_predictors(load(workdir, "predictors", None))
+    assert [r._asdict() for r in predictors.reports] == report["predictor"]["per_layer"]
+    placement = unpack_placement(load(workdir, "placement", None))
+    assert [int(mask.sum()) for mask in placement.hot_mask] == report["placement"]["hot_neurons"]
+
+
+def test_a_second_run_reuses_all_of_it(first, workdir):
+    code, out, err = run(*SMALL, f"--workdir={workdir}", "--json")
+    assert code == 0, err
+    stages = [line.split("] ")[1] for line in err.splitlines() if line.startswith("[")]
+    assert stages == ["load"]
+    assert json.loads(out) == first[2]
+
+
+def test_other_settings_make_again_only_what_depends_on_them(first, workdir):
+    code, out, err = run(
+        *SMALL, f"--workdir={workdir}", "--config.placement.device_bytes=0", "--prompt=import os", "--json"
+    )
+    assert code == 0, err
+    stages = [line.split("] ")[1] for line in err.splitlines() if line.startswith("[")]
+    assert stages == ["load", "placement", "speed"]
+    report = json.loads(out)
+    assert sum(report["placement"]["hot_neurons"]) == 0 and report["executor"]["kind"] == "one program"
+    assert report["text"].startswith("import os")
+    assert run(*SMALL, f"--workdir={workdir}")[0] == 0  # as the other tests expect it
+
+
+def test_llm_opens_the_workdir_and_continues_as_run_did(first, workdir):
+    llm = pjax.LLM(workdir)
+    assert llm.mode() == "predicted" and llm.predictors is not None
+    generation = llm.generate("def read_json(path):\n    ", max_new_tokens=8)
+    assert "def read_json(path):\n    " + generation.text == first[2]["text"]
+    assert "".join(llm.stream("def read_json(path):\n    ", max_new_tokens=8)) == generation.text
+    dense, exact = (
+        llm.generate(["import", "def main("], max_new_tokens=8, mode=mode) for mode in ("dense", "exact")
+    )
+    assert [g.ids for g in dense] == [g.ids for g in exact]
+
+
+def test_llm_refuses_a_workdir_of_other_weights(first, workdir, tmp_path):
+    manifest = json.loads((workdir / "workdir.json").read_text())
+    for file in workdir.glob("*.npz"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "workdir.json").write_text(json.dumps(manifest | {"fingerprint": "0"}))
+    with pytest.raises(ValueError, match="was prepared from other weights"):
+        pjax.LLM(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--config=configs/nowhere.py",), "nowhere.py"),
+        ((), "--config is missing"),
+        (("--config=configs/quickstart.py", "--config.prompts=x"), "prompts"),
+        (("--config=configs/quickstart.py", "--config.profile.num_tokens=many"), "num_tokens"),
+        (("--config=configs/quickstart.py", "--config.predictor.recall=1.5"), "config.predictor.recall"),
+        (("--config=configs/quickstart.py", "--config.model=/nowhere/at/all"), "/nowhere/at/all"),
+        (("--config=configs/quickstart.py", "--config.hardware=abacus"), "abacus"),
+        (("--config=configs/quickstart.py", "--workdirr=x"), "workdirr"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_code_2(args, message, tmp_path):
+    code, out, err = run(*args, *(() if "--workdirr=x" in args else (f"--workdir={tmp_path}",)))
+    lines = [line for line in err.splitlines() if line and not line.startswith("[")]
+    assert (code, out, len(lines)) == (2, "", 1), err
+    assert message in lines[0]
+
+
+def test_interrupted_by_the_user_it_exits_130(tmp_path):
+    process = start(*SMALL, f"--workdir={tmp_path}")
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
