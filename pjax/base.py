@@ -297,6 +297,9 @@ class Placement:
     solve_s: float
 
 
+AnyArray = jax.Array | np.ndarray
+"""An array on a device or still in numpy."""
+
 FfnFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """`ffn_fn(layer, x, residual) -> (y, aux)`: runs one layer's FFN.
 
@@ -337,7 +340,7 @@ class Executor(Protocol):
     config: ModelConfig
 
     def prefill(
-        self, ids: jax.Array, lengths: jax.Array, *, capacity: int, sample_fn: SampleFn, sampler: Any
+        self, ids: AnyArray, lengths: AnyArray, *, capacity: int, sample_fn: SampleFn, sampler: Any
     ) -> DecodeState:
         """Processes the prompts and samples the first new token of each.
 

@@ -80,7 +80,7 @@ class SparseFfn(nnx.Module):
         """
         if layout not in ("in_out", "out_in"):
             raise ValueError(f'layout: expected "in_out" or "out_in", got {layout!r}')
-        gate, up, down = (
+        gate, up, down = (  # type: ignore[assignment]  # only gate may be None
             None if kernel is None else jnp.asarray(kernel).T if layout == "out_in" else jnp.asarray(kernel)
             for kernel in (gate, up, down)
         )

@@ -40,8 +40,8 @@ class LLM:
                 raise ValueError(
                     f"dtype, activation: {workdir} is a workdir, which was prepared with its own"
                 )
-            manifest = json.loads(manifest_file.read_text())
-            model_path, dtype, activation = manifest["model"], manifest["dtype"], manifest["activation"]
+            found = manifest = json.loads(manifest_file.read_text())
+            model_path, dtype, activation = found["model"], found["dtype"], found["activation"]
         with on_host():
             self.model: Decoder = load_model(model_path, dtype=dtype, activation=activation)
         if manifest is not None:

@@ -5,7 +5,7 @@ trained on what the layer really did. This module knows no model: it is fed inpu
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def predict_mask(predictor: LowRankPredictor, x: jax.Array, residual: jax.Array)
 class FitState(NamedTuple):
     """A predictor in training: its weights and the optimiser's state."""
 
-    predictor: LowRankPredictor
+    predictor: Any  # LowRankPredictor: optax's types know arrays, dicts and lists only
     optimizer: optax.OptState
 
 
@@ -107,7 +107,8 @@ def make_optimizer(num_steps: int) -> optax.GradientTransformation:
 
 def init_fit(predictor: LowRankPredictor, optimizer: optax.GradientTransformation) -> FitState:
     """The state before the first step."""
-    return FitState(predictor, optimizer.init(predictor))
+    state = FitState(predictor, ())
+    return state._replace(optimizer=optimizer.init(state.predictor))
 
 
 def loss(predictor: LowRankPredictor, x: jax.Array, active_mask: jax.Array) -> jax.Array:

@@ -49,9 +49,9 @@ class Quality(NamedTuple):
 class _Scores(NamedTuple):
     """Of one batch of chunks: log-likelihood [scored], KL [scored], agreement [scored]."""
 
-    log_likelihood: jax.Array
-    kl: jax.Array
-    agrees: jax.Array
+    log_likelihood: jax.Array | np.ndarray
+    kl: jax.Array | np.ndarray
+    agrees: jax.Array | np.ndarray
 
 
 def _scored_log_probs(model: Decoder, ids: jax.Array, ffn_fn: FfnFn) -> jax.Array:

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from absl import app, flags, logging
@@ -18,7 +18,7 @@ from ml_collections import config_flags
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pjax.base import HardwareSpec, ProgressFn
+from pjax.base import HardwareSpec, Mode, ProgressFn
 from pjax.executor import make_executor
 from pjax.generate import Generation, generate
 from pjax.hardware import hardware_preset
@@ -115,7 +115,7 @@ def _generate(settings: Settings, prepared: Prepared, console: Console) -> Gener
     executor = make_executor(
         prepared.model,
         prepared.placement,
-        mode=settings.mode or prepared.mode,
+        mode=cast(Mode, settings.mode or prepared.mode),
         predictors=prepared.predictors,
         simulated=prepared.simulated,
     )

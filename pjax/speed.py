@@ -44,8 +44,8 @@ class Speed(NamedTuple):
 
 
 def _prefill(executor: Executor, prompt: np.ndarray) -> DecodeState:
-    lengths = np.array([prompt.shape[1]], np.int32)
-    state = executor.prefill(prompt, lengths, capacity=512, sample_fn=greedy, sampler=None)
+    ids, lengths = jnp.asarray(prompt), jnp.asarray([prompt.shape[1]], jnp.int32)
+    state = executor.prefill(ids, lengths, capacity=512, sample_fn=greedy, sampler=None)
     np.asarray(state.ids)
     return state
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pjax.base import DecodeState, FfnFn, Mode, Predictors, SampleFn
+from pjax.base import AnyArray, DecodeState, FfnFn, Mode, Predictors, SampleFn
 from pjax.executor.common import check_mode, count_rows, empty_caches, last_rows, mode_ffn_fn, reserve
 from pjax.model import Decoder, prompt_positions
 
@@ -31,7 +31,8 @@ class OneProgram:
         self, model: Decoder, *, mode: Mode = "dense", predictors: Predictors | None = None, device=None
     ):
         check_mode(mode, model.config, predictors)
-        self.config, self.mode = model.config, mode
+        self.config = model.config
+        self.mode: Mode = mode
         device = jax.local_devices()[0] if device is None else device
         self.devices = (device,)
         layers = predictors.layers if mode == "predicted" and predictors else ()
@@ -63,7 +64,7 @@ class OneProgram:
         self._step = jax.jit(step, static_argnames="sample_fn", donate_argnames="state")
 
     def prefill(
-        self, ids: jax.Array, lengths: jax.Array, *, capacity: int, sample_fn: SampleFn, sampler: Any
+        self, ids: AnyArray, lengths: AnyArray, *, capacity: int, sample_fn: SampleFn, sampler: Any
     ) -> DecodeState:
         """See `base.Executor`."""
         ids, lengths, sampler = jax.device_put((ids, lengths, sampler), self.devices[0])

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from pjax import ops
-from pjax.base import DecodeState, Ffn, LowRankPredictor, Mode, Predictors, SampleFn
+from pjax.base import AnyArray, DecodeState, Ffn, LowRankPredictor, Mode, Predictors, SampleFn
 from pjax.executor.common import check_mode, count_rows, empty_caches, last_rows, reserve
 from pjax.model import Decoder, KvCache, prompt_positions
 from pjax.predictor import predict_mask
@@ -149,7 +149,8 @@ class TwoPrograms:
         widths = tuple(len(mask) for mask in hot_mask)
         if widths != model.config.neurons:
             raise ValueError(f"hot_mask: expected one mask a layer of {model.config.neurons}, got {widths}")
-        self.config, self.mode, self.device, self.host = model.config, mode, device, host
+        self.config, self.device, self.host = model.config, device, host
+        self.mode: Mode = mode
         self.devices = (device, host)
         self._cache_dtype = model.cache_dtype
         model = nnx.clone(model)
@@ -209,16 +210,17 @@ class TwoPrograms:
         return residual, joined, tuple(new_caches), aux
 
     def prefill(
-        self, ids: jax.Array, lengths: jax.Array, *, capacity: int, sample_fn: SampleFn, sampler: Any
+        self, ids: AnyArray, lengths: AnyArray, *, capacity: int, sample_fn: SampleFn, sampler: Any
     ) -> DecodeState:
         """See `base.Executor`."""
-        ids, lengths, sampler = jax.device_put((ids, lengths, sampler), self.device)
-        caches = empty_caches(self.config, self._cache_dtype, ids.shape[0], capacity, self.device)
-        residual, joined, caches, _ = self._run(ids, prompt_positions(ids), caches, "dense")
+        prompts, ends = (jax.device_put(jnp.asarray(array), self.device) for array in (ids, lengths))
+        sampler = jax.device_put(sampler, self.device)
+        caches = empty_caches(self.config, self._cache_dtype, prompts.shape[0], capacity, self.device)
+        residual, joined, caches, _ = self._run(prompts, prompt_positions(prompts), caches, "dense")
         new_ids, sampler = sample_program(
-            self._graphdef, self._state, residual, joined, lengths, sampler, sample_fn=sample_fn
+            self._graphdef, self._state, residual, joined, ends, sampler, sample_fn=sample_fn
         )
-        return DecodeState(caches, lengths, new_ids, sampler, jnp.zeros(3, device=self.device))
+        return DecodeState(caches, ends, new_ids, sampler, jnp.zeros(3, device=self.device))
 
     def step(self, state: DecodeState, *, sample_fn: SampleFn) -> DecodeState:
         """See `base.Executor`."""
