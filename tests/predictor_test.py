@@ -63,21 +63,21 @@ def figures(scores, active, threshold) -> tuple[float, float, float]:
     return hits / active.sum(), hits / max(1, marked.sum()), marked.mean()
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, 40])
 def test_scores_are_the_formula(tokens):
     predictor = random_predictor()
     x = np.random.default_rng(1).normal(size=(tokens, 6)).astype(np.float32)
     np.testing.assert_allclose(
-        predict_scores(predictor, jnp.asarray(x)), numpy_scores(predictor, x), rtol=1e-5, atol=1e-5
+        jax.jit(predict_scores)(predictor, x), numpy_scores(predictor, x), rtol=1e-5, atol=1e-5
     )
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (1, 40)])
+@pytest.mark.parametrize("shape", [(), (7,), (2, 20)])
 def test_mask_reads_the_input_that_the_predictor_names(shape):
     predictor, rng = random_predictor(), np.random.default_rng(2)
     x, residual = (jnp.asarray(rng.normal(size=(*shape, 6)), jnp.float32) for _ in range(2))
     for which, seen in (("normed", x), ("residual", residual)):
-        mask = predict_mask(dataclasses.replace(predictor, input=which), x, residual)
+        mask = jax.jit(predict_mask)(dataclasses.replace(predictor, input=which), x, residual)
         expected = numpy_scores(predictor, np.asarray(seen).reshape(-1, 6)) > 0.25
         assert mask.dtype == bool
         np.testing.assert_array_equal(mask, expected.reshape(*shape, 9))
@@ -87,7 +87,7 @@ def test_mask_reads_the_input_that_the_predictor_names(shape):
 @pytest.mark.parametrize("recall", [0.0, 0.5, 0.95, 1.0])
 def test_threshold_is_the_highest_that_reaches_the_recall(share, recall):
     predictor, x, active = random_case(3, share)
-    scores = np.asarray(predict_scores(predictor, x))
+    scores = np.asarray(jax.jit(predict_scores)(predictor, x))
     report = report_at(predictor, np.asarray(score_histogram(predictor, x, jnp.asarray(active))), recall)
     reached = [t for t in (-CERTAIN, *BIN_EDGES, CERTAIN) if figures(scores, active, t)[0] >= recall]
     assert report.threshold == max(reached)
@@ -101,7 +101,7 @@ def test_threshold_is_the_highest_that_reaches_the_recall(share, recall):
 
 def test_threshold_is_within_a_bin_of_the_exact_one():
     predictor, x, active = random_case(4, 0.3)
-    scores = np.asarray(predict_scores(predictor, x))
+    scores = np.asarray(jax.jit(predict_scores)(predictor, x))
     report = report_at(predictor, np.asarray(score_histogram(predictor, x, jnp.asarray(active))), 0.9)
     # Any threshold below this score, and none from it on, reaches the recall.
     wanted = np.sort(scores[active])[::-1][int(np.ceil(0.9 * active.sum())) - 1]
@@ -198,14 +198,14 @@ def test_fit_recovers_a_low_rank_rule():
         jnp.full(neurons, -2.0),
         jnp.float32(0),
     )
-    x = jnp.asarray(rng.normal(size=(2 * tokens, model)), jnp.float32)
-    active = jnp.asarray(numpy_scores(rule, x) > 0)
-    (x, held_x), (active, held_active) = jnp.split(x, 2), jnp.split(active, 2)
-    start = init_predictor(jax.random.key(1), model, np.asarray(active.mean(0)), 16)
+    x = rng.normal(size=(2 * tokens, model)).astype(np.float32)
+    active = numpy_scores(rule, x) > 0
+    (x, held_x), (active, held_active) = np.split(x, 2), np.split(active, 2)
+    start = init_predictor(jax.random.key(1), model, active.mean(0), 16)
     untrained = report_at(start, np.asarray(score_histogram(start, held_x, held_active)), 0.95)
     optimizer = make_optimizer(400)
     fit, losses = init_fit(start, optimizer), []
-    batches = list(zip(jnp.split(x, 4), jnp.split(active, 4), strict=True))
+    batches = list(zip(np.split(x, 4), np.split(active, 4), strict=True))
     for step in range(400):
         fit, loss = fit_step(fit, *batches[step % 4], optimizer=optimizer)
         losses.append(loss)
