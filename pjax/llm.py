@@ -57,9 +57,13 @@ class LLM:
             raise ValueError(
                 f"{workdir} was prepared from other weights than {manifest['model']} holds now; run it again"
             )
-        predictors, placement = load(workdir, "predictors", None), load(workdir, "placement", None)
-        self.predictors = unpack_predictors(predictors) if predictors else None
-        self.placement = unpack_placement(placement) if placement else None
+        made_from = manifest["made_from"]
+        if "predictors" in made_from:
+            predictors = load(workdir, "predictors", made_from["predictors"])
+            placement = load(workdir, "placement", made_from["placement"])
+            if predictors is None or placement is None:
+                raise ValueError(f"{workdir} was changed by a run that has not finished; run it again")
+            self.predictors, self.placement = unpack_predictors(predictors), unpack_placement(placement)
         self._default_mode = manifest["mode"]
 
     def mode(self, mode: Mode | None = None) -> Mode:

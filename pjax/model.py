@@ -276,6 +276,11 @@ class Decoder(nnx.Module):
     def __call__(self, ids: jax.Array, ffn_fn: FfnFn = dense_ffn_fn) -> jax.Array:
         """int32 ids [batch, seq] -> float32 logits [batch, seq, vocab], each position seeing those before."""
         ids = jnp.asarray(ids, jnp.int32)
+        if ids.ndim != 2 or ids.shape[1] > self.config.context:
+            raise ValueError(
+                f"ids: expected [batch, seq] with seq at most the context, {self.config.context}, "
+                f"got {list(ids.shape)}"
+            )
         return self.logits(self.run(ids, prompt_positions(ids), ffn_fn=ffn_fn)[0])
 
 

@@ -85,13 +85,16 @@ class Stages:
     Attributes:
         workdir: an existing folder.
         stage_fn: see `StageFn`.
+        made_from: the fingerprint of each stage's artefact, filled as they run.
     """
 
     workdir: Path
     stage_fn: StageFn
+    made_from: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self, name: str, made_from: str, make_fn: Callable[[ProgressFn], Artefact]) -> Artefact:
         """The stage's artefact, made if it is not there."""
+        self.made_from[name] = made_from
         found = load(self.workdir, name, made_from)
         if found is None:
             found = make_fn(self.stage_fn(name))
@@ -148,7 +151,7 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         settings: what to do.
         workdir: is made if it is not there.
         stage_fn: see `StageFn`.
-        verify: compare every byte of the weights with what the artefacts were made from.
+        verify: hash every byte of the weights, and compare with the last time this was asked for.
 
     Raises:
         ValueError, FileNotFoundError: from the stages, about their inputs.
@@ -159,9 +162,12 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     with on_host():
         model = load_model(settings.model, dtype=settings.dtype, activation=settings.activation)
     tokenizer = load_tokenizer(settings.model)
-    made_from = fingerprint(VERSION, jax.__version__, model_fingerprint(model, full=verify))
+    made_from = fingerprint(VERSION, jax.__version__, model_fingerprint(model))
+    if verify:
+        _verify(stages, model, made_from)
     stats = predictors = placement = None
     hardware = _hardware(stages, settings)
+    device_budget(settings.placement.device_bytes, 0, hardware)  # a bad one is refused before the work
     if model.config.is_sparse:
         ids = encode_text(tokenizer, settings.profile.text, settings.profile.num_tokens)
         rows = profile_rows(ids, model.config.context)
@@ -187,14 +193,26 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     passed = report["quality"]["guard"] == "passed"
     mode: Mode = "dense" if not model.config.is_sparse else "predicted" if passed else "exact"
     prompt = encode_text(tokenizer, settings.quality.text, SPEED_PROMPT)
-    made_from = fingerprint(made_from, prompt, pack_placement(placement).record if placement else None)
     simulated = hardware.source == "simulated"
+    hot_mask = np.concatenate(placement.hot_mask) if placement else None
+    made_from = fingerprint(made_from, prompt, hot_mask, simulated, list(map(str, jax.local_devices())))
     report |= _speed(stages, model, predictors, stats, placement, simulated, prompt, made_from)
-    _write_manifest(workdir, settings, model, mode, simulated)
+    _write_manifest(stages, settings, model, mode)
     return Prepared(model, tokenizer, mode, simulated, stats, predictors, placement, report)
 
 
-def _write_manifest(workdir: Path, settings: Settings, model: Decoder, mode: Mode, simulated: bool) -> None:
+def _verify(stages: Stages, model: Decoder, made_from: str) -> None:
+    """Raises ValueError if the weights changed in bytes that the sampled fingerprint does not see."""
+    full = model_fingerprint(model, full=True)
+    known = stages.run("weights", made_from, lambda fn: Artefact({}, {"fingerprint": full})).record
+    if known["fingerprint"] != full:
+        raise ValueError(
+            f"the weights of {model.config.name} are not those that {stages.workdir} was prepared "
+            "from, though their samples agree; give another --workdir"
+        )
+
+
+def _write_manifest(stages: Stages, settings: Settings, model: Decoder, mode: Mode) -> None:
     """What `LLM` needs to open the workdir."""
     manifest = {
         "model": os.path.abspath(os.path.expanduser(settings.model)),
@@ -202,9 +220,9 @@ def _write_manifest(workdir: Path, settings: Settings, model: Decoder, mode: Mod
         "activation": settings.activation,
         "fingerprint": model_fingerprint(model),
         "mode": mode,
-        "simulated": simulated,
+        "made_from": stages.made_from,
     }
-    write_atomically(workdir / "workdir.json", json.dumps(manifest, indent=1).encode())
+    write_atomically(stages.workdir / "workdir.json", json.dumps(manifest, indent=1).encode())
 
 
 def _hardware(stages: Stages, settings: Settings) -> HardwareSpec:

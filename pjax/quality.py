@@ -19,7 +19,8 @@ from pjax.model import Decoder, prompt_positions
 from pjax.profiler import check_ids
 
 CHUNK = 512
-"""Tokens of a chunk, at most the context; llama.cpp's convention, so that figures can be compared."""
+"""Tokens of a chunk, at most the context: llama.cpp's default, whose convention this is, save that it
+scores one token fewer in each."""
 
 BATCH_TOKENS = 2048
 """Scored at once: the logits of so many tokens are 260 MB at a vocabulary of 32,000."""

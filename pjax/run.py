@@ -24,7 +24,9 @@ from pjax.generate import Generation, generate
 from pjax.hardware import hardware_preset
 from pjax.pipeline import Prepared, prepare
 from pjax.report import summary_table
+from pjax.sampling import check_integer, make_sampler
 from pjax.settings import Settings, make_settings
+from pjax.textio import check_stop
 from pjax.workdir import write_atomically
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> None:
     if _PROMPT.value is not None:
         values["prompt"] = _PROMPT.value
     settings = make_settings(values)
+    _check_generate(settings)
     if settings.hardware != "measured":
         _stand_in(hardware_preset(settings.hardware))
     config_file = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
@@ -89,6 +92,15 @@ def main(argv: list[str]) -> None:
         print(text)
     console.print(summary_table(report))
     console.print(f"report: {workdir / 'report.json'}", highlight=False)
+
+
+def _check_generate(settings: Settings) -> None:
+    """Refuses bad options before the stages have done their work."""
+    options = vars(settings.generate)
+    check_stop(options["stop"])
+    check_integer("max_new_tokens", options["max_new_tokens"], 0)
+    sampling = {name: value for name, value in options.items() if name not in ("stop", "max_new_tokens")}
+    make_sampler([[0]], [settings.seed], 1, **sampling)
 
 
 def _stand_in(hardware: HardwareSpec) -> None:
