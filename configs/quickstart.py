@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
     """The config."""
     config = ConfigDict()
     config.model = str(DEMO)
-    config.prompt = "def read_json(path):\n    "
+    config.prompt = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
     config.activation = None
     config.dtype = None
     config.mode = None
@@ -37,7 +37,7 @@ def get_config() -> ConfigDict:
             "top_k": 0,
             "top_p": 1.0,
             "min_p": 0.0,
-            "repetition_penalty": 1.0,
+            "repetition_penalty": 1.15,  # greedy text of so small a model repeats itself without
             "stop": (),
         }
     )

@@ -15,6 +15,8 @@ import pjax
 from pjax.workdir import load, unpack_placement, unpack_predictors
 
 ROOT = Path(__file__).parents[1]
+PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
+OPTIONS = {"max_new_tokens": 8, "repetition_penalty": 1.15}
 SMALL = (
     "--config=configs/quickstart.py",
     "--config.profile.num_tokens=8192",
@@ -60,7 +62,7 @@ def test_it_resumes_and_does_every_other_stage(first):
     text, messages, report = first
     stages = [line.split("] ")[1] for line in messages.splitlines() if line.startswith("[")]
     assert stages == ["load", "placement", "predictors", "quality", "speed"]
-    assert text == report["text"] + "\n" and text.startswith("def read_json(path):")
+    assert text == report["text"] + "\n" and text.startswith(PROMPT)
     assert "simulated" in messages
 
 
@@ -119,9 +121,9 @@ def test_other_settings_make_again_only_what_depends_on_them(first, workdir):
 def test_llm_opens_the_workdir_and_continues_as_run_did(first, workdir):
     llm = pjax.LLM(workdir)
     assert llm.mode() == "predicted" and llm.predictors is not None
-    generation = llm.generate("def read_json(path):\n    ", max_new_tokens=8)
-    assert "def read_json(path):\n    " + generation.text == first[2]["text"]
-    assert "".join(llm.stream("def read_json(path):\n    ", max_new_tokens=8)) == generation.text
+    generation = llm.generate(PROMPT, **OPTIONS)
+    assert PROMPT + generation.text == first[2]["text"]
+    assert "".join(llm.stream(PROMPT, **OPTIONS)) == generation.text
     dense, exact = (
         llm.generate(["import", "def main("], max_new_tokens=8, mode=mode) for mode in ("dense", "exact")
     )
