@@ -165,3 +165,11 @@ def test_interrupted_by_the_user_it_exits_130(tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
+
+
+def test_gpu_check_passes_over_emulated_devices(first, workdir):
+    """Ids and logits of the shipped model, every mode, 0 %, 37 % and 100 % hot."""
+    command = [sys.executable, "-m", "experiments.gpu_check", f"--workdir={workdir}", "--devices=emulated"]
+    result = subprocess.run([*command, "--tokens=8"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.endswith("passed\n"), result.stdout + result.stderr
+    assert result.stdout.count("ids equal") == 9 and "our kernel" in result.stdout
