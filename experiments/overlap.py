@@ -27,10 +27,10 @@ _MODE = flags.DEFINE_enum("mode", "dense", ["dense", "exact"], "Which neurons ar
 
 
 def make_config(quick: bool) -> ModelConfig:
-    """Wide and shallow: nearly all of the work is FFN, as in a large model, whose halves can be equal."""
+    """Nearly all of the work is FFN, as in a large model, so that the halves can be equal."""
     width, neurons = (512, 2048) if quick else (2048, 8192)
     return ModelConfig(
-        name="synthetic", family="llama", vocab=256, model=width, neurons=(neurons,) * 4, heads=8, kv_heads=1,
+        name="synthetic", family="llama", vocab=256, model=width, neurons=(neurons,) * 2, heads=8, kv_heads=1,
         head_dim=16, context=512, activation="relu", gated=True, norm="rms", norm_eps=1e-5, norm_bias=False,
         positions="rope", rope_theta=1e4, position_offset=0, attention_bias=False, mlp_bias=False,
         tied=True, bos_id=None, eos_ids=(),

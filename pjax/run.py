@@ -73,9 +73,9 @@ def main(argv: list[str]) -> None:
     if _PROMPT.value is not None:
         values["prompt"] = _PROMPT.value
     settings = make_settings(values)
-    _check_generate(settings)
     if settings.hardware != "measured":
         _stand_in(hardware_preset(settings.hardware))
+    _check_generate(settings)
     config_file = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
     workdir = Path(_WORKDIR.value or Path("runs") / config_file.stem).expanduser()
     console = Console(stderr=True)
@@ -114,12 +114,14 @@ def warn(console: Console, settings: Settings, prepared: Prepared) -> None:
     if prepared.simulated:
         console.print(
             f"[yellow]hardware {settings.hardware} is simulated:[/] the placement is for a device that is "
-            "not here; an emulated CPU device stands in for it, so the split runs, but no faster."
+            "not here; an emulated CPU device stands in for it, so the split runs, but no faster.",
+            soft_wrap=True,
         )
     if prepared.report["quality"]["guard"] == "failed":
         console.print(
             "[bold red]quality guard failed:[/] predicted is further from dense than "
-            f"{settings.quality.max_perplexity_rise:.1%} in perplexity; mode=None falls back to exact."
+            f"{settings.quality.max_perplexity_rise:.1%} in perplexity; mode=None falls back to exact.",
+            soft_wrap=True,
         )
 
 
@@ -145,8 +147,10 @@ def _generate(settings: Settings, prepared: Prepared, console: Console) -> Gener
     rate = f"{timings.tokens_per_s:,.0f} tokens/s" if timings.tokens_per_s else "-"
     console.print(
         f"{timings.tokens} tokens, {executor.kind} on {', '.join(map(str, executor.devices))}, "
-        f"mode {settings.mode or prepared.mode}, first token {timings.first_token_s:.2f} s, {rate}",
+        f"mode {settings.mode or prepared.mode}, first token {timings.first_token_s:.2f} s, {rate}, "
+        "with compiling",
         highlight=False,
+        soft_wrap=True,
     )
     return generation
 

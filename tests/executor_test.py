@@ -82,7 +82,7 @@ def test_both_halves_run_the_kernel():
     device, host = jax.devices()
     split = TwoPrograms(model, masks(model, 0.5), mode="exact", device=device, host=host)
     layer, x = split._layers[0], jnp.ones((1, 1, 16))
-    hot = hot_program.lower(layer.graphdef, layer.state, x, None, mode="exact").as_text()
+    hot = hot_program.lower(layer.spec, layer.leaves, x, None, mode="exact").as_text()
     cold = cold_program.lower(layer.cold, x, None, mode="exact", activation="relu").as_text()
     assert "pjax_sparse_ffn" in hot and "pjax_sparse_ffn" in cold
 

@@ -243,8 +243,12 @@ def test_what_the_kernels_are_not_for_runs_on_the_reference():
     assert "pjax_sparse_ffn" not in lowered_text(sparse, x, half, mask, platform="cpu")
     with pytest.raises(ValueError, match="reads float32 and bfloat16, got float16"):
         sparse(x, half, mask, "cpu")
-    many, mask = make_tokens(200, 33, 7, "random")
-    assert "pjax_sparse_ffn" not in lowered_text(sparse, many, make_ffn(33, 7), mask, platform="cpu")
+    ffn = make_ffn(33, 7)
+    for batch, few in ((16, True), (17, False)):
+        x, _ = make_tokens(batch, 33, 7, "random")
+        dense = functools.partial(ops.dense_ffn, activation="relu")
+        assert ("pjax_sparse_ffn" in lowered_text(dense, x, ffn, platform="cpu")) == few
+        assert ("pjax_matvec" in lowered_text(ops.matvec, x, ffn.up, platform="cpu")) == few
 
 
 def test_weights_reach_a_kernel_where_they_lie():

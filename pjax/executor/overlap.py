@@ -1,5 +1,6 @@
 """Measures whether the two halves of a split step really run at the same time."""
 
+import queue
 import threading
 import time
 from typing import Any, NamedTuple
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pjax.base import DecodeState, SampleFn
-from pjax.executor.two_programs import Joined, LayerArrays, TwoPrograms, embed_program
+from pjax.executor.two_programs import Joined, TwoPrograms, embed_program
 
-REPEATS = 15
+REPEATS = 31
 """Of each half and of the whole step, in turn; the medians count."""
 
 
@@ -55,7 +56,7 @@ def measure_overlap(executor: TwoPrograms, state: DecodeState, sample_fn: Sample
     """
     state = jax.block_until_ready(executor.step(state, sample_fn=sample_fn))
     times: dict[str, list[float]] = {"step": [], "device": [], "host": []}
-    timeline, arrays = _watch(executor, _copy(state))
+    timeline, inputs = _watch(executor, _copy(state))
     for _ in range(REPEATS):
         start = time.perf_counter()
         state = executor.step(state, sample_fn=sample_fn)
@@ -66,7 +67,7 @@ def measure_overlap(executor: TwoPrograms, state: DecodeState, sample_fn: Sample
         jax.block_until_ready(_device_half(executor, state, caches))
         times["device"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        jax.block_until_ready(_host_half(executor, arrays))
+        jax.block_until_ready(_host_half(executor, inputs))
         times["host"].append(time.perf_counter() - start)
     medians = {name: float(np.median(samples)) for name, samples in times.items()}
     return Overlap(medians["step"], medians["device"], medians["host"], timeline)
@@ -77,44 +78,47 @@ def _copy(tree: Any) -> Any:
 
 
 def _device_half(executor: TwoPrograms, state: DecodeState, caches) -> Any:
-    ids, positions = state.ids[:, None], state.lengths[:, None]
-    residual, joined = embed_program(executor._graphdef, executor._state, ids, positions), None
+    residual, positions = embed_program(executor._spec, executor._leaves, state.ids, state.lengths)
+    joined = None
     for layer, cache in zip(executor._layers, caches, strict=True):
         x, residual, _, hot_mask, _ = executor._attend(
             layer, residual, joined, positions, cache, executor.mode
         )
         hot, _ = executor._hot(layer, x, hot_mask, executor.mode)
-        joined = Joined(hot, jnp.zeros_like(hot))
+        joined = Joined(hot, hot)  # any array of that shape, in the place of what the host would send
     return joined
 
 
-def _host_half(executor: TwoPrograms, arrays: list[LayerArrays]) -> Any:
+def _host_half(executor: TwoPrograms, inputs: list[Any]) -> Any:
     return [
-        executor._cold(layer, known.x_host, known.cold_bits, executor.mode)
-        for layer, known in zip(executor._layers, arrays, strict=True)
+        executor._cold(layer, x, cold_bits, executor.mode)
+        for layer, (x, cold_bits) in zip(executor._layers, inputs, strict=True)
     ]
 
 
-def _watch(executor: TwoPrograms, state: DecodeState) -> tuple[tuple[LayerTimes, ...], list[LayerArrays]]:
-    """Runs one step's layers while two threads note when each array becomes ready."""
-    arrays: list[LayerArrays] = []
-    ends: dict[str, list[float]] = {}
+def _watch(executor: TwoPrograms, state: DecodeState) -> tuple[tuple[LayerTimes, ...], list[Any]]:
+    """Runs one step's layers while three threads note when each array becomes ready.
+
+    Returns:
+        (the times, what the host got in each layer)
+    """
+    queues: dict[str, queue.SimpleQueue] = {name: queue.SimpleQueue() for name in ("input", "hot", "cold")}
+    ready: dict[str, list[float]] = {name: [] for name in queues}
+    inputs: list[Any] = []
     start = time.perf_counter()
 
     def note(name: str) -> None:
-        ends[name] = []
-        for i in range(len(executor._layers)):
-            while len(arrays) <= i:
-                time.sleep(0)
-            jax.block_until_ready(getattr(arrays[i], name))
-            ends[name].append(time.perf_counter() - start)
+        for _ in executor._layers:
+            jax.block_until_ready(queues[name].get())
+            ready[name].append(time.perf_counter() - start)
 
-    threads = [threading.Thread(target=note, args=(name,)) for name in ("x", "hot", "cold")]
+    def watch_fn(name: str, arrays: Any) -> None:
+        (inputs.append if name == "host_input" else queues[name].put)(arrays)
+
+    threads = [threading.Thread(target=note, args=(name,)) for name in queues]
     for thread in threads:
         thread.start()
-    executor._run(state.ids[:, None], state.lengths[:, None], state.caches, executor.mode, arrays)
+    executor._run(state.ids, state.lengths, state.caches, executor.mode, watch_fn)
     for thread in threads:
         thread.join()
-    return tuple(
-        LayerTimes(*moments) for moments in zip(ends["x"], ends["hot"], ends["cold"], strict=True)
-    ), arrays
+    return tuple(map(LayerTimes, ready["input"], ready["hot"], ready["cold"])), inputs

@@ -1,5 +1,8 @@
 """The decoder split over a device and a host: two programs a layer, running at the same time."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +23,35 @@ ASYNC_FLOPS = 1024
 does not count custom calls: so many are added to the cold program, else the two halves never overlap."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModuleSpec:
+    """What makes a module of its flat leaves; compared by identity, which costs a dispatch nothing."""
+
+    graphdef: Any
+    tree: Any
+
+    def merge(self, leaves: list[jax.Array]) -> Any:
+        """The module."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.tree, leaves))
+
+
+@functools.cache
+def _spec(graphdef, tree) -> ModuleSpec:
+    """One spec for all modules of one shape, so that they share their programs."""
+    return ModuleSpec(graphdef, tree)
+
+
+def flatten_module(module: nnx.Module, device: jax.Device) -> tuple[ModuleSpec, list[jax.Array]]:
+    """A module as its spec and its leaves on a device.
+
+    Programs take these and not the module's state, whose flattening and hashing in Python takes
+    0.6 ms a call.
+    """
+    graphdef, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten(state)
+    return _spec(graphdef, tree), jax.device_put(leaves, device)
+
+
 class Joined(NamedTuple):
     """What the two halves of a layer's FFN add to the residual stream, both on the device."""
 
@@ -27,16 +59,17 @@ class Joined(NamedTuple):
     cold: jax.Array
 
 
-@partial(jax.jit, static_argnames="graphdef")
-def embed_program(graphdef, state, ids: jax.Array, positions: jax.Array) -> jax.Array:
-    """On the device: ids and positions [batch, seq] -> residual."""
-    return nnx.merge(graphdef, state).embed_ids(ids, positions)
+@partial(jax.jit, static_argnames="spec")
+def embed_program(spec: ModuleSpec, leaves, ids: jax.Array, lengths: jax.Array | None):
+    """On the device: prompts [batch, seq], or ids [batch] after lengths [batch] -> (residual, positions)."""
+    ids, positions = (ids, prompt_positions(ids)) if lengths is None else (ids[:, None], lengths[:, None])
+    return spec.merge(leaves).embed_ids(ids, positions), positions
 
 
-@partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
+@partial(jax.jit, static_argnames="spec", donate_argnames="cache")
 def attend_program(
-    graphdef,
-    state,
+    spec: ModuleSpec,
+    leaves,
     predictor: LowRankPredictor | None,
     residual: jax.Array,
     joined: Joined | None,
@@ -48,7 +81,7 @@ def attend_program(
     Returns:
         (x, residual, cache, hot_mask or None, packed cold mask or None)
     """
-    layer = nnx.merge(graphdef, state)
+    layer = spec.merge(leaves)
     if joined is not None:
         residual = residual + joined.hot + joined.cold
     x, residual, cache = layer.attend(residual, positions, cache)
@@ -59,10 +92,10 @@ def attend_program(
     return x, residual, cache, mask[..., :hot], pack_mask(mask[..., hot:])
 
 
-@partial(jax.jit, static_argnames=("graphdef", "mode"))
-def hot_program(graphdef, state, x: jax.Array, hot_mask: jax.Array | None, *, mode: Mode):
+@partial(jax.jit, static_argnames=("spec", "mode"))
+def hot_program(spec: ModuleSpec, leaves, x: jax.Array, hot_mask: jax.Array | None, *, mode: Mode):
     """On the device: the hot neurons' share of the FFN, and the down bias."""
-    ffn = nnx.merge(graphdef, state).ffn
+    ffn = spec.merge(leaves).ffn
     return (ffn.dense(x), None) if mode == "dense" else ffn.counted(x, hot_mask)
 
 
@@ -81,37 +114,38 @@ def cold_program(cold: Ffn, x: jax.Array, cold_bits: jax.Array | None, *, mode: 
     return y.reshape(x.shape), counts, ballast
 
 
-@partial(jax.jit, static_argnames=("graphdef", "sample_fn"))
-def sample_program(graphdef, state, residual, joined: Joined, lengths, sampler, *, sample_fn: SampleFn):
+@partial(jax.jit, static_argnames=("spec", "sample_fn"))
+def finish_program(
+    spec: ModuleSpec, leaves, residual, joined: Joined, lengths, sampler, *, sample_fn: SampleFn
+):
     """On the device: joins the last layer and samples after each sequence's last token."""
     residual = residual + joined.hot + joined.cold
     if residual.shape[1] > 1:
         residual = last_rows(residual, lengths)
-    return sample_fn(nnx.merge(graphdef, state).logits(residual)[:, 0], sampler)
+    return sample_fn(spec.merge(leaves).logits(residual)[:, 0], sampler)
 
 
-sum_rows = jax.jit(lambda rows, aux: rows + count_rows(aux))
-"""Adds the layers' counts to the running sum."""
+@jax.jit
+def count_program(lengths, rows, aux):
+    """On the device: one more token each, and the layers' counts added to the running sum."""
+    return lengths + 1, rows + count_rows(aux)
 
 
 class SplitLayer(NamedTuple):
-    """One layer, split: its device part as (graphdef, state), its cold neurons, and its predictor."""
+    """One layer, split: its device part as (spec, leaves), its cold neurons, and its predictor."""
 
-    graphdef: Any
-    state: Any
+    spec: ModuleSpec
+    leaves: list[jax.Array]
     cold: Ffn
     predictor: LowRankPredictor | None
 
 
-class LayerArrays(NamedTuple):
-    """What one layer of a step read and made, for those who watch it."""
+WatchFn = Callable[[str, Any], None]
+"""`watch_fn(name, arrays)`: told of a layer's "input", "host_input", "cold" and "hot" when dispatched."""
 
-    x: jax.Array
-    hot: jax.Array
-    cold: jax.Array
-    hot_mask: jax.Array | None
-    x_host: jax.Array
-    cold_bits: jax.Array | None
+
+def _unwatched(name: str, arrays: Any) -> None:
+    del name, arrays
 
 
 class TwoPrograms:
@@ -159,14 +193,13 @@ class TwoPrograms:
             for i, (layer, mask) in enumerate(zip(model.layers, hot_mask, strict=True))
         ]
         model.layers = nnx.List([])
-        self._graphdef, state = nnx.split(model)
-        self._state = jax.device_put(state, device)
+        self._spec, self._leaves = flatten_module(model, device)
 
     def _split(self, layer, hot_mask: np.ndarray, predictor: LowRankPredictor | None) -> SplitLayer:
         split = split_ffn(layer.ffn.weights, hot_mask)
         layer.ffn.set_weights(split.hot)
         layer.index = 0  # so that layers of one shape share their programs
-        graphdef, state = nnx.split(layer)
+        spec, leaves = flatten_module(layer, self.device)
         if predictor is not None:
             order = jnp.concatenate([split.hot_ids, split.cold_ids])
             predictor = LowRankPredictor(
@@ -176,22 +209,22 @@ class TwoPrograms:
                 predictor.threshold,
                 predictor.input,
             )
-        state, predictor = jax.device_put((state, predictor), self.device)
-        return SplitLayer(graphdef, state, jax.device_put(split.cold, self.host), predictor)
+        cold, predictor = jax.device_put(split.cold, self.host), jax.device_put(predictor, self.device)
+        return SplitLayer(spec, leaves, cold, predictor)
 
     def _attend(self, layer: SplitLayer, residual, joined, positions, cache, mode: Mode):
         predictor = layer.predictor if mode == "predicted" else None
-        return attend_program(layer.graphdef, layer.state, predictor, residual, joined, positions, cache)
+        return attend_program(layer.spec, layer.leaves, predictor, residual, joined, positions, cache)
 
     def _hot(self, layer: SplitLayer, x, hot_mask, mode: Mode):
-        return hot_program(layer.graphdef, layer.state, x, hot_mask, mode=mode)
+        return hot_program(layer.spec, layer.leaves, x, hot_mask, mode=mode)
 
     def _cold(self, layer: SplitLayer, x, cold_bits, mode: Mode):
         return cold_program(layer.cold, x, cold_bits, mode=mode, activation=self.config.activation)[:2]
 
-    def _run(self, ids, positions, caches, mode: Mode, events: list | None = None):
-        """All layers: (residual, last Joined, caches, counts), and each layer's arrays in `events`."""
-        residual = embed_program(self._graphdef, self._state, ids, positions)
+    def _run(self, ids, lengths, caches, mode: Mode, watch_fn: WatchFn = _unwatched):
+        """All layers, see `embed_program`; returns (residual, last Joined, caches, counts)."""
+        residual, positions = embed_program(self._spec, self._leaves, ids, lengths)
         joined, new_caches, aux = None, [], []
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual, cache, hot_mask, cold_bits = self._attend(
@@ -199,10 +232,12 @@ class TwoPrograms:
             )
             # The host first: its program starts while the device's is still being dispatched.
             x_host, bits_host = jax.device_put((x, cold_bits), self.host)
+            watch_fn("input", x)
+            watch_fn("host_input", (x_host, bits_host))
             cold, cold_counts = self._cold(layer, x_host, bits_host, mode)
+            watch_fn("cold", cold)
             hot, hot_counts = self._hot(layer, x, hot_mask, mode)
-            if events is not None:
-                events.append(LayerArrays(x, hot, cold, hot_mask, x_host, bits_host))
+            watch_fn("hot", hot)
             cold, cold_counts = jax.device_put((cold, cold_counts), self.device)
             joined = Joined(hot, cold)
             new_caches.append(cache)
@@ -216,21 +251,20 @@ class TwoPrograms:
         prompts, ends = (jax.device_put(jnp.asarray(array), self.device) for array in (ids, lengths))
         sampler = jax.device_put(sampler, self.device)
         caches = empty_caches(self.config, self._cache_dtype, prompts.shape[0], capacity, self.device)
-        residual, joined, caches, _ = self._run(prompts, prompt_positions(prompts), caches, "dense")
-        new_ids, sampler = sample_program(
-            self._graphdef, self._state, residual, joined, ends, sampler, sample_fn=sample_fn
+        residual, joined, caches, _ = self._run(prompts, None, caches, "dense")
+        new_ids, sampler = finish_program(
+            self._spec, self._leaves, residual, joined, ends, sampler, sample_fn=sample_fn
         )
         return DecodeState(caches, ends, new_ids, sampler, jnp.zeros(3, device=self.device))
 
     def step(self, state: DecodeState, *, sample_fn: SampleFn) -> DecodeState:
         """See `base.Executor`."""
-        residual, joined, caches, aux = self._run(
-            state.ids[:, None], state.lengths[:, None], state.caches, self.mode
+        residual, joined, caches, aux = self._run(state.ids, state.lengths, state.caches, self.mode)
+        new_ids, sampler = finish_program(
+            self._spec, self._leaves, residual, joined, state.lengths, state.sampler, sample_fn=sample_fn
         )
-        new_ids, sampler = sample_program(
-            self._graphdef, self._state, residual, joined, state.lengths, state.sampler, sample_fn=sample_fn
-        )
-        return DecodeState(caches, state.lengths + 1, new_ids, sampler, sum_rows(state.rows, aux))
+        lengths, rows = count_program(state.lengths, state.rows, aux)
+        return DecodeState(caches, lengths, new_ids, sampler, rows)
 
     def reserve(self, state: DecodeState, capacity: int) -> DecodeState:
         """See `base.Executor`."""
