@@ -11,6 +11,7 @@ within 2 % of it. The model fits in a CPU's caches: its tokens/s say nothing abo
 from pathlib import Path
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -20,9 +21,9 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.model = str(DEMO)
     config.prompt = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
-    config.activation = None
-    config.dtype = None
-    config.mode = None
+    config.activation = placeholder(str)
+    config.dtype = placeholder(str)
+    config.mode = placeholder(str)
     config.seed = 0
     config.profile = ConfigDict({"text": "stdlib:calibration", "num_tokens": 131072})
     config.predictor = ConfigDict({"kind": "lowrank", "dtype": "float32", "recall": 0.96})

@@ -1,6 +1,6 @@
 """Trains the demo model: a small ReGLU decoder that writes Python, sparse by an L1 term on its gates.
 
-    python experiments/train_demo_model.py --out=runs/demo_model     # about 80 minutes on two cores
+    python experiments/train_demo_model.py --out=runs/demo_model     # 75 minutes on two cores
 
 The text is the standard library's own sources and `pydoc_data.topics` (PSF licence): the modules
 listed as training in `pjax/formats/text.py`. It checkpoints with Orbax, may be killed at any moment
@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import rich.progress
-from absl import app, flags
+from absl import app, flags, logging
 from flax import nnx
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -116,7 +116,8 @@ def observed_ffn_fn(layer, x, residual):
 def learning_rate(step: jax.Array) -> jax.Array:
     """The rate of a step: warm-up, part of a cosine, and a linear cool-down."""
     steps = _STEPS.value
-    cosine = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, WARMUP_STEPS, int(HORIZON * steps), 1e-5)
+    horizon = max(int(HORIZON * steps), WARMUP_STEPS + 1)
+    cosine = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, WARMUP_STEPS, horizon, 1e-5)
     return cosine(step) * jnp.clip((steps - step) / (COOLDOWN * steps), 0.0, 1.0)
 
 
@@ -192,6 +193,7 @@ def train(tokens: np.ndarray, workdir: pathlib.Path) -> nnx.State:
 def main(argv):
     """Trains and writes the model."""
     del argv
+    logging.set_verbosity(logging.WARNING)
     workdir, out = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUT.value)
     workdir.mkdir(parents=True, exist_ok=True)
     if out.exists():

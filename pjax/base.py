@@ -11,7 +11,7 @@ is *hot* when the placement puts it on the device, else *cold*.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import numpy as np
@@ -21,6 +21,9 @@ VERSION = "0.1.0"
 
 Mode = Literal["dense", "exact", "predicted"]
 """Which neurons an FFN computes: all; those its own gate opens; those the predictor marks first."""
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+"""All of them, from most to least computed."""
 
 SPARSE_ACTIVATIONS = ("relu",)
 """Activation functions that are exactly zero for a negative input, so that neurons can be skipped."""
@@ -136,37 +139,6 @@ class ModelConfig:
     def is_sparse(self) -> bool:
         """Whether the activation leaves neurons at exactly zero."""
         return self.activation in SPARSE_ACTIVATIONS
-
-
-class SourceTensor(NamedTuple):
-    """One weight as found in a file.
-
-    Attributes:
-        name: the tensor's name in the file, for messages.
-        file: the file it came from.
-        read: returns the array in its canonical orientation, in the stored type.
-        shape: of what `read` returns.
-        dtype: of what `read` returns.
-    """
-
-    name: str
-    file: str
-    read: Callable[[], np.ndarray]
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """A model file or folder, opened but not read.
-
-    Attributes:
-        config: what the decoder is.
-        tensors: canonical dotted name (`layers.0.ffn.up`) to the tensor that fills it.
-    """
-
-    config: ModelConfig
-    tensors: dict[str, SourceTensor]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,7 +113,13 @@ class SparseFfn(nnx.Module):
         )
 
     def set_weights(self, ffn: Ffn) -> None:
-        """Replaces the neurons, by as many or as few as `ffn` has; the down bias stays."""
+        """Replaces the neurons, by as many or as few as `ffn` has; the down bias stays.
+
+        Raises:
+            ValueError: if `ffn` has a gate or a bias that this layer lacks, or the other way round.
+        """
+        if jax.tree.structure(ffn) != jax.tree.structure(self.weights):
+            raise ValueError("ffn: expected a gate and biases where this layer has them, and nowhere else")
         for name in ("gate", "up", "down", "gate_bias", "up_bias"):
             if getattr(self, name) is not None:
                 getattr(self, name).set_value(getattr(ffn, name))

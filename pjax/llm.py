@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pjax.base import Executor, Mode, Placement, Predictors
+from pjax.base import VERSION, Executor, Mode, Placement, Predictors
 from pjax.executor import make_executor, on_host
-from pjax.formats import load_tokenizer
+from pjax.formats import expand_path, load_tokenizer
 from pjax.generate import Generation, generate, stream
 from pjax.model import Decoder, load_model, model_fingerprint
 from pjax.workdir import load, unpack_placement, unpack_predictors
@@ -28,7 +28,7 @@ class LLM:
     """
 
     def __init__(self, path: str | os.PathLike, *, dtype: str | None = None, activation: str | None = None):
-        workdir = Path(path).expanduser()
+        workdir = expand_path(path)
         manifest_file = workdir / "workdir.json"
         self.predictors: Predictors | None = None
         self.placement: Placement | None = None
@@ -41,6 +41,10 @@ class LLM:
                     f"dtype, activation: {workdir} is a workdir, which was prepared with its own"
                 )
             found = manifest = json.loads(manifest_file.read_text())
+            if found["version"] != VERSION:
+                raise ValueError(
+                    f"{workdir} was prepared by pjax {found['version']}, this is {VERSION}; run it again"
+                )
             model_path, dtype, activation = found["model"], found["dtype"], found["activation"]
         with on_host():
             self.model: Decoder = load_model(model_path, dtype=dtype, activation=activation)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from pjax import ops
 from pjax.base import FfnFn, ModelConfig
@@ -88,6 +89,24 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     low, high = x[..., :half], x[..., half:]
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def check_ids(ids: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """int32 [batch, seq] that the model can read, or a ValueError that says what is wrong."""
+    ids = np.asarray(ids)
+    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"ids: expected integers [batch, seq], at least one, got {ids.dtype} {ids.shape}")
+    if ids.min() < 0 or ids.max() >= config.vocab:
+        raise ValueError(
+            f"ids: expected 0..{config.vocab - 1} for {config.name}, got {ids.min()}..{ids.max()}; "
+            "were they made by another model's tokenizer?"
+        )
+    if ids.shape[1] > config.context:
+        raise ValueError(
+            f"ids: expected sequences of at most {config.context} tokens, the context of {config.name}, "
+            f"got {ids.shape[1]}; cut them"
+        )
+    return ids.astype(np.int32)
 
 
 def prompt_positions(ids: jax.Array) -> jax.Array:
@@ -287,12 +306,8 @@ class Decoder(nnx.Module):
 
     def __call__(self, ids: jax.Array, ffn_fn: FfnFn = dense_ffn_fn) -> jax.Array:
         """int32 ids [batch, seq] -> float32 logits [batch, seq, vocab], each position seeing those before."""
-        ids = jnp.asarray(ids, jnp.int32)
-        if ids.ndim != 2 or ids.shape[1] > self.config.context:
-            raise ValueError(
-                f"ids: expected [batch, seq] with seq at most the context, {self.config.context}, "
-                f"got {list(ids.shape)}"
-            )
+        if not isinstance(ids, Tracer):
+            ids = jnp.asarray(check_ids(np.asarray(ids), self.config))
         return self.logits(self.run(ids, prompt_positions(ids), ffn_fn=ffn_fn)[0])
 
 

@@ -1,6 +1,6 @@
 """The stages in order, each taken from the workdir if it is there and was made from the same things.
 
-checkpoint -> profile -> predictors -> hardware -> placement -> quality -> speed -> report
+checkpoint, hardware -> profile -> placement, predictors -> quality -> speed -> report
 """
 
 import dataclasses
@@ -13,25 +13,28 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pjax.base import VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
+from pjax.base import MODES, VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
 from pjax.executor import OneProgram, make_executor, measure_overlap, on_host
-from pjax.formats import load_tokenizer, read_texts
+from pjax.formats import expand_path, load_tokenizer, read_texts
 from pjax.hardware import hardware_preset, measure_hardware
 from pjax.model import Decoder, load_model, model_fingerprint
 from pjax.placement import neuron_bytes, solve_placement
 from pjax.profiler import collect_stats, train_predictors
-from pjax.quality import chunks, measure_quality
+from pjax.quality import Quality, chunks, measure_quality
 from pjax.report import (
+    decode_part,
+    executor_part,
     hardware_part,
     model_part,
-    neuron_load_share,
     placement_part,
     predictor_part,
     profile_part,
+    quality_part,
+    speed_part,
 )
 from pjax.sampling import greedy
 from pjax.settings import Settings
-from pjax.speed import bytes_per_token, measure_ffn, measure_speed
+from pjax.speed import measure_ffn, measure_speed
 from pjax.workdir import (
     Artefact,
     fingerprint,
@@ -52,6 +55,9 @@ PROFILE_SEQ = 512
 SPEED_PROMPT = 64
 """Tokens of the prompt that speed is measured after; PowerInfer's plots use 64 too."""
 
+SPEED_CAPACITY = 512
+"""Of the KV cache while a split step is timed: the next bucket after the prompt and the timed steps."""
+
 StageFn = Callable[[str], ProgressFn]
 """`stage_fn(name) -> progress_fn`: called when a stage begins to work; not called if it is reused."""
 
@@ -64,23 +70,22 @@ class Prepared(NamedTuple):
         tokenizer: of the model's folder.
         mode: that `mode=None` stands for.
         simulated: whether the hardware is.
-        stats, predictors, placement: None for a model whose activation is not sparse.
-        report: the object of design.md section 4, without `text`.
+        predictors, placement: None for a model whose activation is not sparse.
+        report: see `report`, without its key `text`.
     """
 
     model: Decoder
     tokenizer: Any
     mode: Mode
     simulated: bool
-    stats: ActivationStats | None
     predictors: Predictors | None
     placement: Placement | None
     report: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Stages:
-    """Where the stages keep their results and tell of their progress.
+    """Where the stages keep their results and tell of their progress; remembers what each was made from.
 
     Attributes:
         workdir: an existing folder.
@@ -198,7 +203,7 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     made_from = fingerprint(made_from, prompt, hot_mask, simulated, list(map(str, jax.local_devices())))
     report |= _speed(stages, model, predictors, stats, placement, simulated, prompt, made_from)
     _write_manifest(stages, settings, model, mode)
-    return Prepared(model, tokenizer, mode, simulated, stats, predictors, placement, report)
+    return Prepared(model, tokenizer, mode, simulated, predictors, placement, report)
 
 
 def _verify(stages: Stages, model: Decoder, made_from: str) -> None:
@@ -215,7 +220,8 @@ def _verify(stages: Stages, model: Decoder, made_from: str) -> None:
 def _write_manifest(stages: Stages, settings: Settings, model: Decoder, mode: Mode) -> None:
     """What `LLM` needs to open the workdir."""
     manifest = {
-        "model": os.path.abspath(os.path.expanduser(settings.model)),
+        "version": VERSION,
+        "model": str(expand_path(settings.model).absolute()),
         "dtype": settings.dtype,
         "activation": settings.activation,
         "fingerprint": model_fingerprint(model),
@@ -286,23 +292,14 @@ def _quality(
 ) -> dict[str, Any]:
     ids = encode_text(tokenizer, settings.quality.text, settings.quality.num_tokens)
     rows = chunks(ids, model.config.context, model.config.bos_id)
-    modes: tuple[Mode, ...] = ("dense", "exact", "predicted") if model.config.is_sparse else ("dense",)
+    modes: tuple[Mode, ...] = MODES if model.config.is_sparse else ("dense",)
 
     def make(progress_fn: ProgressFn) -> Artefact:
         quality = measure_quality(model, rows, modes, predictors=predictors, progress_fn=progress_fn)
         return Artefact({}, quality._asdict())
 
     record = stages.run("quality", fingerprint(made_from, rows), make).record
-    perplexity = record["perplexity"]
-    rise = perplexity[modes[-1]] / perplexity["dense"] - 1
-    sparse = model.config.is_sparse
-    return {
-        **{f"perplexity_{mode}": perplexity.get(mode) for mode in ("dense", "exact", "predicted")},
-        "top1_agreement": record["top1_agreement"] if sparse else None,
-        "kl_mean": record["kl_mean"] if sparse else None,
-        "tokens": record["tokens"],
-        "guard": ("passed" if rise <= settings.quality.max_perplexity_rise else "failed") if sparse else None,
-    }
+    return quality_part(Quality(**record), modes, settings.quality.max_perplexity_rise)
 
 
 def _speed(
@@ -316,7 +313,7 @@ def _speed(
     made_from: str,
 ) -> dict[str, Any]:
     """The report's `executor`, `decode` and `speed`; on simulated hardware speed is that of the real CPU."""
-    modes: tuple[Mode, ...] = ("dense", "exact", "predicted") if predictors else ("dense",)
+    modes: tuple[Mode, ...] = MODES if predictors else ("dense",)
 
     def make(progress_fn: ProgressFn) -> Artefact:
         executors = {
@@ -327,46 +324,19 @@ def _speed(
         }
         speed = measure_speed(executors, prompt)
         split = make_executor(model, placement, mode=modes[-1], predictors=predictors, simulated=simulated)
-        record: dict[str, Any] = {
-            "executor": {
-                "kind": split.kind,
-                "devices": [f"{device.platform}:{device.id}" for device in split.devices],
-                "simulated": simulated,
-                "neuron_load_share": neuron_load_share(stats, placement) if stats and placement else None,
-                "syncs_per_layer": split.syncs_per_layer,
-            },
-            "speed": {
-                **{
-                    f"{mode}_tokens_per_s": speed.tokens_per_s.get(mode)
-                    for mode in ("dense", "exact", "predicted")
-                },
-                "prefill_tokens_per_s": speed.prefill_tokens_per_s,
-                "first_token_s": speed.first_token_s,
-                "prompt_tokens": speed.prompt_tokens,
-            },
-            "decode": None,
-        }
+        overlap = None
         if not isinstance(split, OneProgram):
+            lengths = np.array([len(prompt)], np.int32)
             state = split.prefill(
-                prompt[None, :],
-                np.array([len(prompt)], np.int32),
-                capacity=512,
-                sample_fn=greedy,
-                sampler=None,
+                prompt[None], lengths, capacity=SPEED_CAPACITY, sample_fn=greedy, sampler=None
             )
             overlap = measure_overlap(split, state, greedy)
-            record["executor"] |= {**overlap._asdict(), "timeline": [t._asdict() for t in overlap.timeline]}
-        if predictors:
-            predicted, computed, active = speed.rows["predicted"]
-            times = measure_ffn(model, predictors, prompt)
-            record["decode"] = {
-                "predictor_s": times.predictor_s,
-                "ffn_s": times.ffn_s,
-                "rows_predicted": predicted,
-                "rows_computed": computed,
-                "rows_active": active,
-                "bytes_per_token": bytes_per_token(model, speed.rows["predicted"], predictors, len(prompt)),
-            }
+        times = measure_ffn(model, predictors, prompt) if predictors else None
+        record = {
+            "executor": executor_part(split, simulated, stats, placement, overlap),
+            "speed": speed_part(speed),
+            "decode": decode_part(model, speed, times, predictors) if predictors and times else None,
+        }
         return Artefact({}, record)
 
     return stages.run("speed", made_from, make).record

@@ -120,7 +120,7 @@ def solve_placement(
     hardware: HardwareSpec,
     *,
     device_bytes: int,
-    dtype: str = "bfloat16",
+    dtype: str,
     group_size: int = 64,
     time_limit_s: float = 30.0,
 ) -> Placement:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from pjax.base import ActivationStats, LowRankPredictor, ModelConfig, Predictors, ProgressFn
-from pjax.model import HIGHEST, Decoder, prompt_positions
+from pjax.model import HIGHEST, Decoder, check_ids, prompt_positions
 from pjax.ops.reference import ffn_values
 from pjax.predictor import (
     NUM_BINS,
@@ -71,24 +71,6 @@ def observe(graphdef, state, ids: jax.Array) -> list[Observed]:
 def count_active(graphdef, state, ids: jax.Array) -> list[jax.Array]:
     """int32 [neurons] per layer: tokens of ids [batch, seq] for which each neuron is active."""
     return [layer.active_mask.sum(0, dtype=jnp.int32) for layer in observe(graphdef, state, ids)]
-
-
-def check_ids(ids: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """int32 [batch, seq] that the model can read, or a ValueError that says what is wrong."""
-    ids = np.asarray(ids)
-    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"ids: expected integers [batch, seq], at least one, got {ids.dtype} {ids.shape}")
-    if ids.min() < 0 or ids.max() >= config.vocab:
-        raise ValueError(
-            f"ids: expected 0..{config.vocab - 1} for {config.name}, got {ids.min()}..{ids.max()}; "
-            "were they made by another model's tokenizer?"
-        )
-    if ids.shape[1] > config.context:
-        raise ValueError(
-            f"ids: expected sequences of at most {config.context} tokens, the context of {config.name}, "
-            f"got {ids.shape[1]}; cut them"
-        )
-    return ids.astype(np.int32)
 
 
 def _check_profiled(ids: np.ndarray, config: ModelConfig) -> np.ndarray:

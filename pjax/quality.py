@@ -15,8 +15,7 @@ from flax import nnx
 
 from pjax.base import FfnFn, LowRankPredictor, Mode, Predictors, ProgressFn
 from pjax.executor import check_mode, mode_ffn_fn
-from pjax.model import Decoder, prompt_positions
-from pjax.profiler import check_ids
+from pjax.model import Decoder, check_ids, prompt_positions
 
 CHUNK = 512
 """Tokens of a chunk, at most the context: llama.cpp's default, whose convention this is, save that it

@@ -1,4 +1,21 @@
-"""Puts what the stages found into one JSON object and one table."""
+"""Puts what the stages found into one JSON object, `report.json`, and one table.
+
+Its keys, null where a mode does not apply, with lists of one entry a layer:
+
+    model       name, family, layers, neurons (list), parameters, bytes
+    profile     tokens, density_mean, density_per_layer, hot_share_80 (neurons that make 80 % of the
+                activations), hot_share_80_per_layer
+    predictor   kind, dtype, means over all layers of recall, precision and density, bytes, per_layer
+    hardware    name, source (measured, preset or simulated)
+    placement   status, objective, bound, hot_neurons (list), device_bytes, budget_bytes, solve_s
+    quality     perplexity of each mode; top1_agreement and kl_mean of predicted against dense; guard
+    executor    kind, devices, simulated, neuron_load_share, syncs_per_layer; of a split step: step_s,
+                device_s and host_s (its halves alone), timeline
+    speed       tokens_per_s of each mode, prefill_tokens_per_s, first_token_s, prompt_tokens
+    decode      of mode predicted, a token: predictor_s, ffn_s, rows_predicted, rows_computed,
+                rows_active, bytes_per_token
+    text        the prompt and what was generated
+"""
 
 import math
 from typing import Any
@@ -9,9 +26,12 @@ from flax import nnx
 from rich import box
 from rich.table import Table
 
-from pjax.base import ActivationStats, HardwareSpec, Placement, Predictors
+from pjax.base import MODES, ActivationStats, HardwareSpec, Mode, Placement, Predictors
+from pjax.executor import OneProgram, Overlap, TwoPrograms
 from pjax.model import Decoder
 from pjax.profiler import hot_share
+from pjax.quality import Quality
+from pjax.speed import FfnTimes, Speed, bytes_per_token
 
 
 def _mean(values: list[float]) -> float:
@@ -80,10 +100,64 @@ def neuron_load_share(stats: ActivationStats, placement: Placement) -> float:
     return hot / max(1, sum(int(c.sum()) for c in stats.counts))
 
 
+def quality_part(quality: Quality, modes: tuple[Mode, ...], max_perplexity_rise: float) -> dict[str, Any]:
+    """The `quality` key of the report; the guard fails if the last mode's perplexity rose by more."""
+    sparse = len(modes) > 1
+    passed = quality.perplexity[modes[-1]] <= quality.perplexity["dense"] * (1 + max_perplexity_rise)
+    return {
+        **{f"perplexity_{mode}": quality.perplexity.get(mode) for mode in MODES},
+        "top1_agreement": quality.top1_agreement if sparse else None,
+        "kl_mean": quality.kl_mean if sparse else None,
+        "tokens": quality.tokens,
+        "guard": ("passed" if passed else "failed") if sparse else None,
+    }
+
+
+def executor_part(
+    executor: OneProgram | TwoPrograms,
+    simulated: bool,
+    stats: ActivationStats | None,
+    placement: Placement | None,
+    overlap: Overlap | None,
+) -> dict[str, Any]:
+    """The `executor` key of the report; overlap is None for one program."""
+    return {
+        "kind": executor.kind,
+        "devices": [f"{device.platform}:{device.id}" for device in executor.devices],
+        "simulated": simulated,
+        "neuron_load_share": neuron_load_share(stats, placement) if stats and placement else None,
+        "syncs_per_layer": executor.syncs_per_layer,
+        "step_s": overlap.step_s if overlap else None,
+        "device_s": overlap.device_s if overlap else None,
+        "host_s": overlap.host_s if overlap else None,
+        "timeline": [times._asdict() for times in overlap.timeline] if overlap else None,
+    }
+
+
+def speed_part(speed: Speed) -> dict[str, Any]:
+    """The `speed` key of the report."""
+    return {
+        **{f"{mode}_tokens_per_s": speed.tokens_per_s.get(mode) for mode in MODES},
+        "prefill_tokens_per_s": speed.prefill_tokens_per_s,
+        "first_token_s": speed.first_token_s,
+        "prompt_tokens": speed.prompt_tokens,
+    }
+
+
+def decode_part(model: Decoder, speed: Speed, times: FfnTimes, predictors: Predictors) -> dict[str, Any]:
+    """The `decode` key of the report."""
+    rows = speed.rows["predicted"]
+    return {
+        **times._asdict(),
+        **dict(zip(("rows_predicted", "rows_computed", "rows_active"), rows, strict=True)),
+        "bytes_per_token": bytes_per_token(model, rows, predictors, speed.prompt_tokens),
+    }
+
+
 def summary_table(report: dict[str, Any]) -> Table:
     """The report's main figures, a row each."""
     table = Table(box=box.SIMPLE_HEAD, title=f"{report['model']['name']}, {report['model']['layers']} layers")
-    for column in ("", "dense", "exact", "predicted"):
+    for column in ("", *MODES):
         table.add_column(column, justify="left" if not column else "right")
 
     def row(name: str, values: list[float | None], form: str) -> None:
@@ -91,9 +165,8 @@ def summary_table(report: dict[str, Any]) -> Table:
 
     quality, speed, predictor = report["quality"], report["speed"], report["predictor"]
     profile, placement, executor = report["profile"], report["placement"], report["executor"]
-    modes = ("dense", "exact", "predicted")
-    row("perplexity", [quality[f"perplexity_{mode}"] for mode in modes], "{:.3f}")
-    row("tokens/s", [speed[f"{mode}_tokens_per_s"] for mode in modes], "{:,.0f}")
+    row("perplexity", [quality[f"perplexity_{mode}"] for mode in MODES], "{:.3f}")
+    row("tokens/s", [speed[f"{mode}_tokens_per_s"] for mode in MODES], "{:,.0f}")
     if profile:
         row("neurons used", [1.0, profile["density_mean"], predictor["density_mean"]], "{:.1%}")
         row("recall", [None, None, predictor["recall_mean"]], "{:.1%}")

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pjax.base import HardwareSpec, Mode, ProgressFn
 from pjax.executor import make_executor
+from pjax.formats import expand_path
 from pjax.generate import Generation, generate
 from pjax.hardware import hardware_preset
 from pjax.pipeline import Prepared, prepare
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> None:
         _stand_in(hardware_preset(settings.hardware))
     _check_generate(settings)
     config_file = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
-    workdir = Path(_WORKDIR.value or Path("runs") / config_file.stem).expanduser()
+    workdir = expand_path(_WORKDIR.value or Path("runs") / config_file.stem)
     console = Console(stderr=True)
     bars = StageBars(console)
     with bars.progress:

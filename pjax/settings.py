@@ -6,6 +6,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from pjax.base import MODES
+
 
 @dataclasses.dataclass(frozen=True)
 class ProfileSettings:
@@ -115,7 +117,7 @@ class Settings:
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": (None, "float32", "bfloat16", "float16"),
-    "mode": (None, "dense", "exact", "predicted"),
+    "mode": (None, *MODES),
     "predictor.kind": ("lowrank",),
     "predictor.dtype": ("float32",),
     "placement.objective": ("impact",),

@@ -106,20 +106,6 @@ def check_neuron_tables(hot_ids: jax.Array, cold_ids: jax.Array, neurons: int) -
             )
 
 
-def split_mask(mask: jax.Array, hot_ids: jax.Array, cold_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The columns of a mask that belong to the hot and to the cold block.
-
-    Args:
-        mask: bool [..., neurons].
-        hot_ids: int32 [hot].
-        cold_ids: int32 [cold].
-
-    Returns:
-        bool [..., hot] and bool [..., cold].
-    """
-    return jnp.take(mask, hot_ids, axis=-1), jnp.take(mask, cold_ids, axis=-1)
-
-
 def pack_mask(mask: jax.Array) -> jax.Array:
     """One bit a neuron, an eighth of the bytes to send: bit i % 8 of byte i // 8 is neuron i.
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = {
     "base": 0,
-    "settings": 0,
+    "settings": 1,
     "workdir": 1,
     "ops": 1,
     "formats": 1,
@@ -36,7 +36,7 @@ FLOORS = {
 }
 """The floor of each module; those of one floor do not import each other, save where SAME_FLOOR says."""
 
-SAME_FLOOR = {("model", "layers")}
+SAME_FLOOR = {("model", "layers"), ("report", "quality"), ("report", "speed")}
 
 ONLY_IN = {
     "mip": {"placement"},

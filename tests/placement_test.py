@@ -51,7 +51,13 @@ def solve(counts, num_neurons, *, minimum=1, **kwargs):
     config = make_config([len(c) for c in counts])
     size = neuron_bytes(config, "bfloat16")
     hardware = make_hardware(config, minimum)
-    return solve_placement(make_stats(counts), config, hardware, device_bytes=num_neurons * size, **kwargs)
+    return solve_placement(
+        make_stats(counts),
+        config,
+        hardware,
+        device_bytes=num_neurons * size,
+        **({"dtype": "bfloat16"} | kwargs),
+    )
 
 
 def check_constraints(result, counts, minimum):
@@ -269,7 +275,10 @@ def test_no_budget_and_no_faster_device_leave_all_cold():
     counts = random_counts(np.random.default_rng(3), [64, 64])
     config = make_config([64, 64])
     slow = dataclasses.replace(make_hardware(config, 1), device_bytes_per_s=30e9)
-    for result in (solve(counts, 0), solve_placement(make_stats(counts), config, slow, device_bytes=2**40)):
+    for result in (
+        solve(counts, 0),
+        solve_placement(make_stats(counts), config, slow, device_bytes=2**40, dtype="bfloat16"),
+    ):
         assert not any(m.any() for m in result.hot_mask)
         assert (result.status, result.objective, result.bound) == ("optimal", 0.0, 0.0)
         assert result.device_bytes == 0
@@ -362,7 +371,7 @@ def test_statistics_of_something_else_are_refused(counts, num_tokens, message):
     config = make_config([1, 1])
     stats = ActivationStats(tuple(np.array(c) for c in counts), num_tokens)
     with pytest.raises(ValueError, match=message):
-        solve_placement(stats, config, make_hardware(config, 1), device_bytes=10)
+        solve_placement(stats, config, make_hardware(config, 1), device_bytes=10, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -374,7 +383,9 @@ def test_statistics_of_something_else_are_refused(counts, num_tokens, message):
 def test_settings_without_sense_are_refused(changes, message):
     config = make_config([4])
     with pytest.raises(ValueError, match=message):
-        solve_placement(make_stats([[1] * 4]), config, make_hardware(config, 1), **changes)
+        solve_placement(
+            make_stats([[1] * 4]), config, make_hardware(config, 1), **({"dtype": "bfloat16"} | changes)
+        )
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -385,11 +396,11 @@ def test_hardware_without_sense_is_refused(field, value):
     config = make_config([4])
     hardware = dataclasses.replace(make_hardware(config, 1), **{field: value})
     with pytest.raises(ValueError, match=f"hardware 'test': {field}: expected .* number.*measure_hardware"):
-        solve_placement(make_stats([[1] * 4]), config, hardware, device_bytes=0)
+        solve_placement(make_stats([[1] * 4]), config, hardware, device_bytes=0, dtype="bfloat16")
 
 
 def test_a_host_too_small_for_the_cold_neurons_is_named():
     config = make_config([64])
     hardware = dataclasses.replace(make_hardware(config, 1), host_bytes=100)
     with pytest.raises(ValueError, match="host_bytes: the cold neurons need .* raise device_bytes"):
-        solve_placement(make_stats([[1] * 64]), config, hardware, device_bytes=0)
+        solve_placement(make_stats([[1] * 64]), config, hardware, device_bytes=0, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""The README's code runs, its commands exist, and its table is the report's."""
+"""The README's code runs, and its commands and files exist."""
 
 import re
 import subprocess

@@ -5,14 +5,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pjax.base import DecodeState, FfnCounts, FfnFn, Mode, ModelConfig, Predictors
+from pjax.base import MODES, DecodeState, FfnCounts, FfnFn, Mode, ModelConfig, Predictors
 from pjax.layers import dense_ffn_fn, exact_ffn_fn, predicted_ffn_fn
 from pjax.model import KvCache
 
 
 def check_mode(mode: str, config: ModelConfig, predictors: Predictors | None) -> None:
     """Raises ValueError if the model cannot run in this mode."""
-    if mode not in ("dense", "exact", "predicted"):
+    if mode not in MODES:
         raise ValueError(f'mode: expected "dense", "exact" or "predicted", got {mode!r}')
     if mode != "dense" and not config.is_sparse:
         raise ValueError(
@@ -25,7 +25,9 @@ def check_mode(mode: str, config: ModelConfig, predictors: Predictors | None) ->
 
 def mode_ffn_fn(mode: Mode, predictors: Predictors | None) -> FfnFn:
     """The `ffn_fn` of a mode."""
-    if mode == "predicted" and predictors is not None:
+    if mode == "predicted":
+        if predictors is None:
+            raise ValueError('predictors: mode "predicted" needs them, got None')
         return predicted_ffn_fn(predictors)
     return exact_ffn_fn if mode == "exact" else dense_ffn_fn
 

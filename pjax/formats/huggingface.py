@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from pjax.base import Checkpoint, ModelConfig, SourceTensor
+from pjax.base import ModelConfig
 from pjax.formats.canonical import weight_shapes
+from pjax.formats.checkpoint import Checkpoint, SourceTensor
 from pjax.formats.config_file import ConfigFile
 from pjax.formats.families import FAMILIES, Family, find_family
 from pjax.formats.files import expand_path, read_json

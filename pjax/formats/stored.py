@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from pjax.base import SourceTensor
+from pjax.formats.checkpoint import SourceTensor
 from pjax.formats.files import describe_content, read_json
 
 SINGLE_FILE = "model.safetensors"

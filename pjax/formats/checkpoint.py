@@ -1,0 +1,40 @@
+"""A model file or folder, opened but not read: what every reader of this package returns."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from pjax.base import ModelConfig
+
+
+class SourceTensor(NamedTuple):
+    """One weight as found in a file.
+
+    Attributes:
+        name: the tensor's name in the file, for messages.
+        file: the file it came from.
+        read: returns the array in its canonical orientation, in the stored type.
+        shape: of what `read` returns.
+        dtype: of what `read` returns.
+    """
+
+    name: str
+    file: str
+    read: Callable[[], np.ndarray]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model file or folder, opened but not read.
+
+    Attributes:
+        config: what the decoder is.
+        tensors: canonical dotted name (`layers.0.ffn.up`) to the tensor that fills it.
+    """
+
+    config: ModelConfig
+    tensors: dict[str, SourceTensor]
