@@ -118,11 +118,13 @@ class SparseFfn(nnx.Module):
         Raises:
             ValueError: if `ffn` has a gate or a bias that this layer lacks, or the other way round.
         """
-        if jax.tree.structure(ffn) != jax.tree.structure(self.weights):
-            raise ValueError("ffn: expected a gate and biases where this layer has them, and nowhere else")
         for name in ("gate", "up", "down", "gate_bias", "up_bias"):
-            if getattr(self, name) is not None:
-                getattr(self, name).set_value(getattr(ffn, name))
+            param, value = getattr(self, name), getattr(ffn, name)
+            if (param is None) != (value is None):
+                has, comes = ("has none", "one") if param is None else ("has one", "none")
+                raise ValueError(f"ffn.{name}: this layer {has}, but {comes} came")
+            if param is not None:
+                param.set_value(value)
 
     def add_down_bias(self, y: jax.Array) -> jax.Array:
         """`y + down_bias` for y [..., model], the sum of the blocks."""

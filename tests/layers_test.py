@@ -106,3 +106,12 @@ def test_biases_count():
     hidden = jax.nn.relu(x @ layer.up[...].T + layer.up_bias[...][None])
     expected = hidden @ layer.down[...] + layer.down_bias[...][None]
     np.testing.assert_allclose(layer(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_set_weights_refuses_another_structure():
+    layer = pjax.SparseFfn(MODEL, NEURONS, activation="relu", gated=True, rngs=nnx.Rngs(0))
+    weights = layer.weights
+    with pytest.raises(ValueError, match="ffn.up_bias: this layer has none, but one came"):
+        layer.set_weights(pjax.Ffn(weights.gate, weights.up, weights.down, up_bias=jnp.ones(NEURONS)))
+    with pytest.raises(ValueError, match="ffn.gate: this layer has one, but none came"):
+        layer.set_weights(pjax.Ffn(None, weights.up, weights.down))
