@@ -1,0 +1,58 @@
+"""Statistics, settings and hardware that make no sense are refused by name."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pjax.base import ActivationStats
+from pjax.placement import solve_placement
+from tests.placement_test import make_config, make_hardware, make_stats
+
+
+@pytest.mark.parametrize(("counts", "num_tokens", "message"), [
+    ([], 10, "expected counts over at least one token, got 0 layers"),
+    ([[1.0], [1.0]], 0, "num_tokens 0; run collect_stats on model 'tiny'"),
+    ([[1.0]], 10, "1 layers of counts, but config 'tiny' has 2 layers"),
+    ([[1.0], [1.0, 2.0]], 10, r"layer 1 has counts of shape \(2,\), but config 'tiny' has 1 neurons"),
+    ([[1.0], [-1.0]], 10, "layer 1 has counts outside 0 to num_tokens 10"),
+    ([[11.0], [1.0]], 10, "layer 0 has counts outside"),
+    ([[float("nan")], [1.0]], 10, "layer 0 has counts outside"),
+])  # fmt: skip
+def test_statistics_of_something_else_are_refused(counts, num_tokens, message):
+    config = make_config([1, 1])
+    stats = ActivationStats(tuple(np.array(c) for c in counts), num_tokens)
+    with pytest.raises(ValueError, match=message):
+        solve_placement(stats, config, make_hardware(config, 1), device_bytes=10, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"device_bytes": -1}, "device_bytes: expected whole bytes from 0 to the .*, got -1"),
+    ({"device_bytes": 2**60}, "device_bytes: expected whole bytes from 0 to the .* 'test'"),
+    ({"device_bytes": 10, "group_size": 0}, "group_size: expected a whole number >= 1, got 0"),
+    ({"device_bytes": 10, "time_limit_s": 0}, "time_limit_s: expected .* got 0"),
+])  # fmt: skip
+def test_settings_without_sense_are_refused(changes, message):
+    config = make_config([4])
+    with pytest.raises(ValueError, match=message):
+        solve_placement(
+            make_stats([[1] * 4]), config, make_hardware(config, 1), **({"dtype": "bfloat16"} | changes)
+        )
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("device_bytes", 0), ("host_bytes", -1), ("device_bytes_per_s", 0.0), ("sync_s", -1e-6),
+    ("host_gather_bytes_per_s", float("nan")), ("host_bytes_per_s", float("inf")),
+])  # fmt: skip
+def test_hardware_without_sense_is_refused(field, value):
+    config = make_config([4])
+    hardware = dataclasses.replace(make_hardware(config, 1), **{field: value})
+    with pytest.raises(ValueError, match=f"hardware 'test': {field}: expected .* number.*measure_hardware"):
+        solve_placement(make_stats([[1] * 4]), config, hardware, device_bytes=0, dtype="bfloat16")
+
+
+def test_a_host_too_small_for_the_cold_neurons_is_named():
+    config = make_config([64])
+    hardware = dataclasses.replace(make_hardware(config, 1), host_bytes=100)
+    with pytest.raises(ValueError, match="host_bytes: the cold neurons need .* raise device_bytes"):
+        solve_placement(make_stats([[1] * 64]), config, hardware, device_bytes=0, dtype="bfloat16")
