@@ -39,6 +39,9 @@ class SparseFfn(nnx.Module):
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        if model < 1 or neurons < 1:
+            raise ValueError(f"model, neurons: expected widths of at least 1, got {model}, {neurons}")
+
         def rows(fan_in: int) -> nnx.Param:
             return nnx.Param(
                 (jax.random.normal(rngs.params(), (neurons, model)) * fan_in**-0.5).astype(dtype)
@@ -80,6 +83,8 @@ class SparseFfn(nnx.Module):
         """
         if layout not in ("in_out", "out_in"):
             raise ValueError(f'layout: expected "in_out" or "out_in", got {layout!r}')
+        if jnp.ndim(up) != 2:
+            raise ValueError(f"up: expected a kernel [model, neurons], got shape {list(jnp.shape(up))}")
         gate, up, down = (  # type: ignore[assignment]  # only gate may be None
             None if kernel is None else jnp.asarray(kernel).T if layout == "out_in" else jnp.asarray(kernel)
             for kernel in (gate, up, down)
@@ -147,9 +152,14 @@ class SparseFfn(nnx.Module):
 
     def counted(self, x: jax.Array, active_mask: jax.Array | None = None) -> tuple[jax.Array, FfnCounts]:
         """As the call itself, with the number of neurons predicted, computed and active per token."""
-        leading, tokens = x.shape[:-1], math.prod(x.shape[:-1])
+        leading, tokens, neurons = x.shape[:-1], math.prod(x.shape[:-1]), self.up.shape[0]
         if active_mask is not None:
-            active_mask = active_mask.reshape(tokens, active_mask.shape[-1])
+            if active_mask.shape not in ((*leading, neurons), (neurons,)):
+                raise ValueError(
+                    f"active_mask: expected shape {[*leading, neurons]} ([..., neurons], as x {list(x.shape)} "
+                    f"leads) or [{neurons}], got {list(active_mask.shape)}"
+                )
+            active_mask = jnp.broadcast_to(active_mask, (*leading, neurons)).reshape(tokens, neurons)
         y, counts = ops.sparse_ffn_counted(
             x.reshape(tokens, x.shape[-1]), self.weights, active_mask, activation=self.activation
         )

@@ -1,6 +1,5 @@
 """`LLM`: one object that loads a model, or a prepared workdir, and generates text. It never prepares."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from pjax.base import VERSION, Executor, Mode, Placement, Predictors
 from pjax.executor import make_executor, on_host
-from pjax.formats import expand_path, load_tokenizer
+from pjax.formats import expand_path, load_tokenizer, read_json
 from pjax.generate import Generation, generate, stream
 from pjax.model import Decoder, load_model, model_fingerprint
 from pjax.workdir import load, unpack_placement, unpack_predictors
@@ -40,10 +39,11 @@ class LLM:
                 raise ValueError(
                     f"dtype, activation: {workdir} is a workdir, which was prepared with its own"
                 )
-            found = manifest = json.loads(manifest_file.read_text())
-            if found["version"] != VERSION:
+            found = manifest = read_json(manifest_file)
+            if found.get("version") != VERSION:
                 raise ValueError(
-                    f"{workdir} was prepared by pjax {found['version']}, this is {VERSION}; run it again"
+                    f"{manifest_file}: expected the manifest of a workdir that pjax {VERSION} prepared, got "
+                    f"one of version {found.get('version')!r}; run pjax.run on {workdir} again"
                 )
             model_path, dtype, activation = found["model"], found["dtype"], found["activation"]
         with on_host():
@@ -66,7 +66,7 @@ class LLM:
             predictors = load(workdir, "predictors", made_from["predictors"])
             placement = load(workdir, "placement", made_from["placement"])
             if predictors is None or placement is None:
-                raise ValueError(f"{workdir} was changed by a run that has not finished; run it again")
+                raise ValueError(f"{workdir} was changed by another or an unfinished run; run it again")
             self.predictors, self.placement = unpack_predictors(predictors), unpack_placement(placement)
         self._default_mode = manifest["mode"]
 

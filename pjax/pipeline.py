@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from pjax.base import MODES, VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
-from pjax.executor import OneProgram, make_executor, measure_overlap, on_host
+from pjax.executor import OneProgram, check_mode, make_executor, measure_overlap, on_host
 from pjax.formats import expand_path, load_tokenizer, read_texts
 from pjax.hardware import hardware_preset, measure_hardware
 from pjax.model import Decoder, load_model, model_fingerprint
@@ -33,8 +33,9 @@ from pjax.report import (
     speed_part,
 )
 from pjax.sampling import greedy
-from pjax.settings import Settings
+from pjax.settings import Settings, device_budget
 from pjax.speed import measure_ffn, measure_speed
+from pjax.textio import encode_prompts
 from pjax.workdir import (
     Artefact,
     fingerprint,
@@ -125,30 +126,6 @@ def profile_rows(ids: np.ndarray, context: int) -> np.ndarray:
     return ids[: len(ids) // seq * seq].reshape(-1, seq)
 
 
-def device_budget(value: int | str, ffn_bytes: int, hardware: HardwareSpec) -> int:
-    """Bytes of a budget as people write it.
-
-    Args:
-        value: a number of bytes, "8GiB", "512MiB", "40%" of the FFN weights, or "max".
-        ffn_bytes: of the model.
-        hardware: whose memory "max" means.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
-    if isinstance(value, int):
-        return value
-    text = value.strip()
-    units = {"%": ffn_bytes / 100, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1, "": 1}
-    if text == "max":
-        return hardware.device_bytes
-    for unit, size in units.items():
-        number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
-            return int(float(number) * size)
-    raise ValueError(f'placement.device_bytes: expected a number, "8GiB", "40%" or "max", got {value!r}')
-
-
 def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: bool = False) -> Prepared:
     """Does all stages that are not yet in the workdir, and reads the others.
 
@@ -167,12 +144,17 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     with on_host():
         model = load_model(settings.model, dtype=settings.dtype, activation=settings.activation)
     tokenizer = load_tokenizer(settings.model)
+    # What would fail at the end is refused before the work.
+    encode_prompts(settings.prompt, tokenizer, model.config)
+    if settings.mode == "exact":
+        check_mode(settings.mode, model.config, None)
+    quality_rows = _quality_rows(settings, model, tokenizer)
     made_from = fingerprint(VERSION, jax.__version__, model_fingerprint(model))
     if verify:
         _verify(stages, model, made_from)
     stats = predictors = placement = None
     hardware = _hardware(stages, settings)
-    device_budget(settings.placement.device_bytes, 0, hardware)  # a bad one is refused before the work
+    device_budget(settings.placement.device_bytes, 0, hardware.device_bytes)
     if model.config.is_sparse:
         ids = encode_text(tokenizer, settings.profile.text, settings.profile.num_tokens)
         rows = profile_rows(ids, model.config.context)
@@ -194,7 +176,7 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         "hardware": hardware_part(hardware),
         "placement": placement_part(placement) if placement else None,
     }
-    report["quality"] = _quality(stages, settings, model, tokenizer, predictors, made_from)
+    report["quality"] = _quality(stages, settings, model, quality_rows, predictors, made_from)
     passed = report["quality"]["guard"] == "passed"
     mode: Mode = "dense" if not model.config.is_sparse else "predicted" if passed else "exact"
     prompt = encode_text(tokenizer, settings.quality.text, SPEED_PROMPT)
@@ -252,7 +234,7 @@ def _placement(
     wanted = settings.placement
     dtype = str(model.layers[0].ffn.up[...].dtype)
     ffn_bytes = neuron_bytes(model.config, dtype) * sum(model.config.neurons)
-    budget = min(device_budget(wanted.device_bytes, ffn_bytes, hardware), hardware.device_bytes)
+    budget = min(device_budget(wanted.device_bytes, ffn_bytes, hardware.device_bytes), hardware.device_bytes)
 
     def make(progress_fn: ProgressFn) -> Artefact:
         placement = solve_placement(
@@ -282,16 +264,22 @@ def _predictors(
     return unpack_predictors(stages.run("predictors", made_from, make))
 
 
+def _quality_rows(settings: Settings, model: Decoder, tokenizer: Any) -> np.ndarray:
+    ids = encode_text(tokenizer, settings.quality.text, settings.quality.num_tokens)
+    try:
+        return chunks(ids, model.config.context, model.config.bos_id)
+    except ValueError as error:
+        raise ValueError(f"quality.{error}") from error
+
+
 def _quality(
     stages: Stages,
     settings: Settings,
     model: Decoder,
-    tokenizer: Any,
+    rows: np.ndarray,
     predictors: Predictors | None,
     made_from: str,
 ) -> dict[str, Any]:
-    ids = encode_text(tokenizer, settings.quality.text, settings.quality.num_tokens)
-    rows = chunks(ids, model.config.context, model.config.bos_id)
     modes: tuple[Mode, ...] = MODES if model.config.is_sparse else ("dense",)
 
     def make(progress_fn: ProgressFn) -> Artefact:
@@ -324,14 +312,15 @@ def _speed(
         }
         speed = measure_speed(executors, prompt)
         split = make_executor(model, placement, mode=modes[-1], predictors=predictors, simulated=simulated)
+        shown = prompt[: speed.prompt_tokens]
         overlap = None
         if not isinstance(split, OneProgram):
-            lengths = np.array([len(prompt)], np.int32)
+            lengths = np.array([len(shown)], np.int32)
             state = split.prefill(
-                prompt[None], lengths, capacity=SPEED_CAPACITY, sample_fn=greedy, sampler=None
+                shown[None], lengths, capacity=SPEED_CAPACITY, sample_fn=greedy, sampler=None
             )
             overlap = measure_overlap(split, state, greedy)
-        times = measure_ffn(model, predictors, prompt) if predictors else None
+        times = measure_ffn(model, predictors, shown) if predictors else None
         record = {
             "executor": executor_part(split, simulated, stats, placement, overlap),
             "speed": speed_part(speed),

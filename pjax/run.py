@@ -18,7 +18,7 @@ from ml_collections import config_flags
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pjax.base import HardwareSpec, Mode, ProgressFn
+from pjax.base import Mode, ProgressFn
 from pjax.executor import make_executor
 from pjax.formats import expand_path
 from pjax.generate import Generation, generate
@@ -74,8 +74,7 @@ def main(argv: list[str]) -> None:
     if _PROMPT.value is not None:
         values["prompt"] = _PROMPT.value
     settings = make_settings(values)
-    if settings.hardware != "measured":
-        _stand_in(hardware_preset(settings.hardware))
+    _stand_in(settings)
     _check_generate(settings)
     config_file = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
     workdir = expand_path(_WORKDIR.value or Path("runs") / config_file.stem)
@@ -104,15 +103,21 @@ def _check_generate(settings: Settings) -> None:
     make_sampler([[0]], [settings.seed], 1, **sampling)
 
 
-def _stand_in(hardware: HardwareSpec) -> None:
+def _stand_in(settings: Settings) -> None:
     """Gives simulated hardware a second emulated CPU device, to run the split on."""
+    if settings.hardware == "measured":
+        return
+    try:
+        hardware = hardware_preset(settings.hardware)
+    except ValueError as error:
+        raise ValueError(f"config.hardware: {error}") from error
     if hardware.source == "simulated":
         jax.config.update("jax_num_cpu_devices", 2)
 
 
 def warn(console: Console, settings: Settings, prepared: Prepared) -> None:
     """Says loudly what a reader of the figures must know."""
-    if prepared.simulated:
+    if prepared.simulated and prepared.report["executor"]["kind"] == "two programs":
         console.print(
             f"[yellow]hardware {settings.hardware} is simulated:[/] the placement is for a device that is "
             "not here; an emulated CPU device stands in for it, so the split runs, but no faster.",
@@ -172,7 +177,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
     except flags.Error as error:
         sys.exit(_complain(str(error)))
     except (AttributeError, KeyError, TypeError, ImportError, SyntaxError, OSError, ValueError) as error:
-        sys.exit(_complain(f"--config: {error}"))
+        name = str(error).strip("'\"")
+        # ml_collections says no more of an unknown key than its name.
+        message = f"--config: {error}" if " " in name else f"--config.{name}: the config has no such key"
+        sys.exit(_complain(message))
 
 
 def _complain(message: str) -> int:

@@ -155,6 +155,30 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     return settings
 
 
+def device_budget(value: int | str, ffn_bytes: int, device_bytes: int) -> int:
+    """Bytes of a budget as people write it.
+
+    Args:
+        value: a number of bytes, "8GiB", "512MiB", "40%" of the FFN weights, or "max".
+        ffn_bytes: of the model.
+        device_bytes: of the device, what "max" means.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if isinstance(value, int):
+        return value
+    text = value.strip()
+    units = {"%": ffn_bytes / 100, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1, "": 1}
+    if text == "max":
+        return device_bytes
+    for unit, size in units.items():
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
+            return int(float(number) * size)
+    raise ValueError(f'placement.device_bytes: expected a number, "8GiB", "40%" or "max", got {value!r}')
+
+
 def _get(settings: Settings, key: str) -> Any:
     value: Any = settings
     for part in key.split("."):

@@ -24,6 +24,10 @@ TOKENS_PER_ROUND = 48
 """Enough that the clock and the first token's cold caches are below 1 %."""
 
 
+WARM_UP_TOKENS = 4
+"""Decoded before each round, so that no mode finds the caches as another left them."""
+
+
 class Speed(NamedTuple):
     """Of the modes of one model.
 
@@ -69,9 +73,11 @@ def measure_speed(executors: Mapping[str, Executor], prompt_ids: np.ndarray) -> 
 
     Args:
         executors: one a mode.
-        prompt_ids: int [seq], at most 200.
+        prompt_ids: int [seq]; no more than half of the context is used.
     """
-    prompt = np.asarray(prompt_ids, np.int32)[None, :]
+    context = next(iter(executors.values())).config.context
+    prompt = np.asarray(prompt_ids, np.int32)[None, : max(1, context // 2)]
+    tokens = max(1, min(TOKENS_PER_ROUND, context - prompt.shape[1] - WARM_UP_TOKENS))
     times: dict[str, list[float]] = {mode: [] for mode in executors}
     rows: dict[str, tuple[float, float, float]] = {}
     for executor in executors.values():
@@ -81,11 +87,13 @@ def measure_speed(executors: Mapping[str, Executor], prompt_ids: np.ndarray) -> 
     ]
     for _ in range(ROUNDS):
         for mode, executor in executors.items():
-            state = _decode(executor, _prefill(executor, prompt), 4)  # fills the caches
+            state = _decode(executor, _prefill(executor, prompt), WARM_UP_TOKENS)
             start = time.perf_counter()
-            state = _decode(executor, state, TOKENS_PER_ROUND)
-            times[mode].append((time.perf_counter() - start) / TOKENS_PER_ROUND)
-            predicted, computed, active = (float(n) for n in np.asarray(state.rows) / (TOKENS_PER_ROUND + 4))
+            state = _decode(executor, state, tokens)
+            times[mode].append((time.perf_counter() - start) / tokens)
+            predicted, computed, active = (
+                float(n) for n in np.asarray(state.rows) / (tokens + WARM_UP_TOKENS)
+            )
             rows[mode] = (predicted, computed, active)
     first_token_s = float(np.median(prefill))
     return Speed(

@@ -115,3 +115,13 @@ def test_set_weights_refuses_another_structure():
         layer.set_weights(pjax.Ffn(weights.gate, weights.up, weights.down, up_bias=jnp.ones(NEURONS)))
     with pytest.raises(ValueError, match="ffn.gate: this layer has one, but none came"):
         layer.set_weights(pjax.Ffn(None, weights.up, weights.down))
+
+
+def test_a_mask_must_lead_as_x_does():
+    layer = pjax.SparseFfn.from_kernels(*kernels())
+    x = jax.random.normal(jax.random.key(1), (2, 3, MODEL))
+    with pytest.raises(ValueError, match=r"active_mask: expected shape \[2, 3, 56\].*got \[3, 2, 56\]"):
+        layer(x, jnp.ones((3, 2, NEURONS), bool))
+    one_for_all = jnp.arange(NEURONS) % 2 == 0
+    repeated = jnp.broadcast_to(one_for_all, (2, 3, NEURONS))
+    np.testing.assert_array_equal(layer(x, one_for_all), layer(x, repeated))
