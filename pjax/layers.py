@@ -156,8 +156,8 @@ class SparseFfn(nnx.Module):
         if active_mask is not None:
             if active_mask.shape not in ((*leading, neurons), (neurons,)):
                 raise ValueError(
-                    f"active_mask: expected shape {[*leading, neurons]} ([..., neurons], as x {list(x.shape)} "
-                    f"leads) or [{neurons}], got {list(active_mask.shape)}"
+                    f"active_mask: expected shape {[*leading, neurons]} ([..., neurons], led as x "
+                    f"{list(x.shape)}) or [{neurons}], got {list(active_mask.shape)}"
                 )
             active_mask = jnp.broadcast_to(active_mask, (*leading, neurons)).reshape(tokens, neurons)
         y, counts = ops.sparse_ffn_counted(

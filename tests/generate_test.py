@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import find_case
-from tiny_model import tiny_config, tiny_decoder
 
 from pjax.base import DecodeState
 from pjax.executor import OneProgram
 from pjax.generate import cache_capacity, generate, read_ids, stream
 from pjax.model import load_model
 from pjax.sampling import NOT_A_TOKEN
+from tests.cases import find_case
+from tests.tiny_model import tiny_config, tiny_decoder
 
 EOS, OTHER_EOS = 2, 7
 
@@ -301,7 +301,20 @@ def test_ids_are_the_same_when_the_cache_grows(decoder):
     assert longer == tuple(expected[len(prompt) - 1 : -1].tolist())
 
 
-@pytest.mark.parametrize("case", ["opt_base", "llama_gqa", "opt_full_context"])
+GOLDEN = [
+    "llama_mha",
+    "llama_gqa",
+    "llama_mqa",
+    "llama_tied",
+    "opt_base",
+    "opt_no_bias",
+    "opt_full_context",
+    "q_llama_bfloat16",
+    "q_opt_lm_head_too",
+]
+
+
+@pytest.mark.parametrize("case", GOLDEN)
 def test_greedy_ids_are_golden(case):
     folder = find_case(case)
     golden = np.load(folder / "golden.npz")

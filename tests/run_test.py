@@ -108,7 +108,13 @@ def test_a_second_run_reuses_all_of_it(first, workdir):
 
 def test_other_settings_make_again_only_what_depends_on_them(first, workdir):
     code, out, err = run(
-        *SMALL, f"--workdir={workdir}", "--config.placement.device_bytes=0", "--prompt=import os", "--json"
+        *SMALL,
+        f"--workdir={workdir}",
+        "--config.placement.device_bytes=0",
+        "--config.mode=exact",
+        "--config.activation=relu",
+        "--prompt=import os",
+        "--json",
     )
     assert code == 0, err
     stages = [line.split("] ")[1] for line in err.splitlines() if line.startswith("[")]
@@ -116,6 +122,7 @@ def test_other_settings_make_again_only_what_depends_on_them(first, workdir):
     report = json.loads(out)
     assert sum(report["placement"]["hot_neurons"]) == 0 and report["executor"]["kind"] == "one program"
     assert report["text"].startswith("import os")
+    assert "mode exact" in err and "emulated" not in err
     assert run(*SMALL, f"--workdir={workdir}")[0] == 0  # as the other tests expect it
 
 
@@ -151,6 +158,10 @@ def test_llm_refuses_a_workdir_of_other_weights(first, workdir, tmp_path):
         (("--config=configs/quickstart.py", "--config.model=/nowhere/at/all"), "/nowhere/at/all"),
         (("--config=configs/quickstart.py", "--config.hardware=abacus"), "abacus"),
         (("--config=configs/quickstart.py", "--workdirr=x"), "workdirr"),
+        (("--config=configs/quickstart.py", f"--prompt={'import os ' * 300}"), "context"),
+        (("--config=configs/quickstart.py", "--config.dtype=int3"), "config.dtype"),
+        (("--config=configs/quickstart.py", "--config.placement.device_bytes=much"), "device_bytes"),
+        (("--config=configs/quickstart.py", "--config.generate.top_p=2.0"), "top_p"),
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_code_2(args, message, tmp_path):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_model import tiny_config
 
 from pjax.textio import StopFilter, check_stop, encode_prompts, next_bucket, pad_prompts
+from tests.tiny_model import tiny_config
 
 CONFIG = tiny_config(vocab=100, context=8, bos_id=1)
 
