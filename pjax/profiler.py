@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pjax.attention import HIGHEST
 from pjax.base import ActivationStats, LowRankPredictor, ModelConfig, Predictors, ProgressFn
-from pjax.model import HIGHEST, Decoder, check_ids, prompt_positions
+from pjax.model import Decoder, check_ids, prompt_positions
 from pjax.ops.reference import ffn_values
 from pjax.predictor import (
     NUM_BINS,

@@ -15,6 +15,7 @@ FLOORS = {
     "settings": 1,
     "workdir": 1,
     "ops": 1,
+    "attention": 1,
     "formats": 1,
     "placement": 1,
     "sampling": 1,

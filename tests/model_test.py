@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pjax.attention import KvCache, attend, attend_prompt
 from pjax.layers import dense_ffn_fn, exact_ffn_fn
-from pjax.model import KvCache, attend, attend_prompt, load_model, model_fingerprint, prompt_positions
+from pjax.model import load_model, model_fingerprint, prompt_positions
 from tests.cases import find_case
 from tests.tiny import edit_config, tiny_llama, tiny_opt
 

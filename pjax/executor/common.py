@@ -5,9 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pjax.attention import KvCache
 from pjax.base import MODES, DecodeState, FfnCounts, FfnFn, Mode, ModelConfig, Predictors
 from pjax.layers import dense_ffn_fn, exact_ffn_fn, predicted_ffn_fn
-from pjax.model import KvCache
 
 
 def check_mode(mode: str, config: ModelConfig, predictors: Predictors | None) -> None:

@@ -12,9 +12,10 @@ import numpy as np
 from flax import nnx
 
 from pjax import ops
+from pjax.attention import KvCache
 from pjax.base import AnyArray, DecodeState, Ffn, LowRankPredictor, Mode, Predictors, SampleFn
 from pjax.executor.common import check_mode, count_rows, empty_caches, last_rows, reserve
-from pjax.model import Decoder, KvCache, prompt_positions
+from pjax.model import Decoder, prompt_positions
 from pjax.predictor import predict_mask
 from pjax.split import pack_mask, split_ffn, unpack_mask
 
