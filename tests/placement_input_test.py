@@ -1,13 +1,14 @@
-"""Statistics, settings and hardware that make no sense are refused by name."""
+"""Statistics, settings, hardware and answers that make no sense are refused by name."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
+from pjax import placement
 from pjax.base import ActivationStats
 from pjax.placement import solve_placement
-from tests.placement_test import make_config, make_hardware, make_stats
+from tests.placement_test import make_config, make_hardware, make_stats, solve
 
 
 @pytest.mark.parametrize(("counts", "num_tokens", "message"), [
@@ -56,3 +57,16 @@ def test_a_host_too_small_for_the_cold_neurons_is_named():
     hardware = dataclasses.replace(make_hardware(config, 1), host_bytes=100)
     with pytest.raises(ValueError, match="host_bytes: the cold neurons need .* raise device_bytes"):
         solve_placement(make_stats([[1] * 64]), config, hardware, device_bytes=0, dtype="bfloat16")
+
+
+def test_a_wrong_answer_of_the_solver_is_not_used(monkeypatch):
+    def lie(program, items, capacity, time_limit_s):
+        return placement._Choice(np.array(hot), "optimal", 1e9)
+
+    monkeypatch.setattr(placement, "_choose_optimally", lie)
+    hot = [True] * 8
+    with pytest.raises(RuntimeError, match="bytes of"):
+        solve([np.full(16, 5)] * 2, 20, group_size=4)
+    hot = [False, True] + [False] * 4
+    with pytest.raises(RuntimeError, match="layer 0 4 hot neurons, fewer than the 8"):
+        solve([np.full(16, 5)] * 2, 20, minimum=8, group_size=4)

@@ -338,19 +338,6 @@ def test_without_a_solver_there_is_a_hint_and_a_placement(monkeypatch, fault):
     assert result.status == "greedy" and result.objective > 0
 
 
-def test_a_wrong_answer_of_the_solver_is_not_used(monkeypatch):
-    def lie(program, items, capacity, time_limit_s):
-        return placement._Choice(np.array(hot), "optimal", 1e9)
-
-    monkeypatch.setattr(placement, "_choose_optimally", lie)
-    hot = [True] * 8
-    with pytest.raises(RuntimeError, match="bytes of"):
-        solve([np.full(16, 5)] * 2, 20, group_size=4)
-    hot = [False, True] + [False] * 4
-    with pytest.raises(RuntimeError, match="layer 0 4 hot neurons, fewer than the 8"):
-        solve([np.full(16, 5)] * 2, 20, minimum=8, group_size=4)
-
-
 def test_the_solver_is_silent(capfd):
     counts = random_counts(np.random.default_rng(7), [300] * 4)
     solve(counts, 500, minimum=70, group_size=16)
