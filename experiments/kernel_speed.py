@@ -1,5 +1,7 @@
 """How fast are the CPU operators, measured against the memory's own speed and against XLA's dense FFN?
 
+Weights and masks are random (synthetic): only time is measured.
+
     python -m experiments.kernel_speed [--quick] [--output=kernel_speed.json]
 
 Every call reads other weights, and between two calls more memory than the last cache holds is streamed:
@@ -176,7 +178,7 @@ def main(_: list[str]) -> None:
         raise app.UsageError(f"--output: expected a name ending in .csv or .json, got {_OUTPUT.value!r}.")
     model, neurons = (2048, 5632) if _QUICK.value else (4096, 11008)
     repeats = 5 if _QUICK.value else _REPEATS.value
-    print(f"FFN [neurons {neurons}, model {model}], {repeats} calls a row", file=sys.stderr)
+    print(f"FFN [neurons {neurons}, model {model}], synthetic, {repeats} calls a row", file=sys.stderr)
     flush = jnp.asarray(np.random.default_rng(0).integers(0, 1 << 32, FLUSH_BYTES // 4, np.uint32))
     stream = stream_row(flush, repeats)
     xla = xla_row(neurons, model, flush, repeats)
