@@ -5,8 +5,8 @@
 
 Takes model and predictors from a prepared workdir (no solver needed here), splits the model over (GPU,
 CPU) with 0 %, 37 % and 100 % of the neurons hot, and compares every mode with the same mode on the
-host alone: the same greedy ids, logits within 1e-4. The model is converted to float32 for it: with the KV cache
-of a bfloat16 model, 1.5e-4 was seen. Prints what it compared; exits 1 if anything differs.
+host alone: the same greedy ids, logits within 1e-4. The model is converted to float32 for it: with
+the KV cache of a bfloat16 model, 1.5e-4 was seen. Prints what it compared; exits 1 if anything differs.
 Without a GPU, --devices=emulated runs the same checks over two CPU devices.
 """
 
