@@ -16,9 +16,9 @@ import numpy as np
 from absl import app, flags
 from flax import nnx
 
-from pjax.base import ModelConfig
 from pjax.executor import TwoPrograms, measure_overlap
 from pjax.model import Decoder
+from pjax.model_config import ModelConfig, Rope
 from pjax.sampling import greedy
 
 _QUICK = flags.DEFINE_bool("quick", False, "A tenth of the size, to see that it runs.")
@@ -31,8 +31,8 @@ def make_config(quick: bool) -> ModelConfig:
     width, neurons = (512, 2048) if quick else (2048, 8192)
     return ModelConfig(
         name="synthetic", family="llama", vocab=256, model=width, neurons=(neurons,) * 2, heads=8, kv_heads=1,
-        head_dim=16, context=512, activation="relu", gated=True, norm="rms", norm_eps=1e-5, norm_bias=False,
-        positions="rope", rope_theta=1e4, position_offset=0, attention_bias=False, mlp_bias=False,
+        head_dim=16, context=512, activation="relu", gated=True, norm="rms", norm_eps=1e-5,
+        rope=Rope(1e4, 16),
         tied=True, bos_id=None, eos_ids=(),
     )  # fmt: skip
 

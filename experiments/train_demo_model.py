@@ -24,9 +24,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from pjax.base import ModelConfig
 from pjax.formats import read_texts, write_checkpoint
 from pjax.model import Decoder, weight_name
+from pjax.model_config import ModelConfig, Rope
 
 _OUT = flags.DEFINE_string("out", "runs/demo_model", "New folder that gets the model, Hugging Face style.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/train_demo_model", "Folder of the checkpoints and the log.")
@@ -52,8 +52,8 @@ WARMUP_STEPS = 200
 
 CONFIG = ModelConfig(
     name="pjax-demo", family="llama", vocab=VOCAB, model=256, neurons=(1024,) * 6, heads=8, kv_heads=4,
-    head_dim=32, context=512, activation="relu", gated=True, norm="rms", norm_eps=1e-5, norm_bias=False,
-    positions="rope", rope_theta=10000.0, position_offset=0, attention_bias=False, mlp_bias=False,
+    head_dim=32, context=512, activation="relu", gated=True, norm="rms", norm_eps=1e-5,
+    rope=Rope(1e4, 32),
     tied=True, bos_id=0, eos_ids=(0,),
 )  # fmt: skip
 

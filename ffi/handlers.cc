@@ -62,7 +62,8 @@ Pointer* IfPresent(Pointer* data, size_t count) {
   if (ffi::Error error = (expression); error.failure()) return error
 
 ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, Vector32 gate_bias,
-                         Vector32 up_bias, Mask mask, MatrixResult y, CountsResult counts, bool every_neuron) {
+                         Vector32 up_bias, Mask mask, MatrixResult y, CountsResult counts, float threshold, bool square,
+                         bool rectify_up, bool every_neuron) {
   if (up.dimensions().size() != 2) return ffi::Error::InvalidArgument("up: expected shape [neurons, model]");
   const int64_t batch = x.dimensions()[0], neurons = up.dimensions()[0], model = up.dimensions()[1];
   const std::optional<WeightType> type = TypeOf(up);
@@ -93,6 +94,9 @@ ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi
   args.batch = batch;
   args.neurons = neurons;
   args.model = model;
+  args.threshold = threshold;
+  args.square = square;
+  args.rectify_up = rectify_up;
   args.every_neuron = every_neuron;
   args.y = y->typed_data();
   args.predicted = counts->typed_data();
@@ -166,6 +170,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_sparse_ffn, pjax::SparseFfnImpl,
                                   .Arg<pjax::Mask>()
                                   .Ret<pjax::Matrix32>()
                                   .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Attr<float>("threshold")
+                                  .Attr<bool>("square")
+                                  .Attr<bool>("rectify_up")
                                   .Attr<bool>("every_neuron"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_matvec, pjax::MatvecImpl,

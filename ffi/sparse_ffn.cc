@@ -132,9 +132,9 @@ int64_t FindOpen(const Fork& fork, const Range& range, int64_t num_ids, const Ra
     }
     PrefetchStarts(next, fork.RowBytes());
     const float product = fork.kernels.dot(row, x, args.model, next) + (bias != nullptr ? bias[id] : 0.0f);
-    const bool closed = product <= 0.0f;  // false for NaN, which must reach the output
+    const bool closed = product <= args.threshold;  // false for NaN, which must reach the output
     lists.open_ids[num_open] = id;
-    lists.open_values[num_open] = closed ? 0.0f : product;
+    lists.open_values[num_open] = closed ? 0.0f : args.square ? product * product : product;
     num_open += !closed || args.every_neuron;
   }
   return num_open;
@@ -149,24 +149,35 @@ void AddOpen(const Fork& fork, const Range& range, int64_t num_open, const Range
   memset(sums, 0, fork.padded * sizeof(float));
   const void* following = args.gate != nullptr ? args.up : args.down;
   for (int64_t first = 0; first < num_open; first += kGroup) {
-    const int num_rows = static_cast<int>(std::min<int64_t>(kGroup, num_open - first));
+    const int num_listed = static_cast<int>(std::min<int64_t>(kGroup, num_open - first));
+    int num_rows = 0;
     const void* rows[kGroup];
     const void* next[kGroup];
     float* values = lists.open_values + first;
-    for (int r = 0; r < num_rows; ++r) {
+    for (int r = 0; r < num_listed; ++r) {
       const int32_t id = lists.open_ids[first + r];
       const char* row = fork.Row(args.down, id);
-      rows[r] = row;
+      float value = values[r];
       if (args.gate != nullptr) {
         PrefetchStarts(row, fork.RowBytes());
-        const float up = fork.kernels.dot(fork.Row(args.up, id), x, args.model, row);
-        values[r] *= up + (args.up_bias != nullptr ? args.up_bias[id] : 0.0f);
+        float up = fork.kernels.dot(fork.Row(args.up, id), x, args.model, row);
+        up += args.up_bias != nullptr ? args.up_bias[id] : 0.0f;
+        if (args.rectify_up && up <= 0.0f) {
+          if (!args.every_neuron) continue;
+          up = 0.0f;
+        }
+        value *= up;
       }
-      counts->active += values[r] != 0.0f;
+      counts->active += value != 0.0f;
       const int64_t later = first + kGroup + r;
-      next[r] = later < num_open ? fork.Row(following, lists.open_ids[later]) : later == num_open ? next_row : row;
-      PrefetchStarts(static_cast<const char*>(next[r]), fork.RowBytes());
+      next[num_rows] =
+          later < num_open ? fork.Row(following, lists.open_ids[later]) : later == num_open ? next_row : row;
+      PrefetchStarts(static_cast<const char*>(next[num_rows]), fork.RowBytes());
+      rows[num_rows] = row;
+      values[num_rows++] = value;
     }
+    if (num_rows == 0) continue;
+    counts->computed += num_rows;
     fork.kernels.add_rows(rows, values, num_rows, sums, args.model, next);
   }
 }
@@ -182,7 +193,6 @@ void ComputeRanges(void* work) {
     const int64_t num_ids = ListIds(fork, range, lists.ids);
     counts.predicted = static_cast<int32_t>(num_ids);
     const int64_t num_open = FindOpen(fork, range, num_ids, lists);
-    counts.computed = static_cast<int32_t>(num_open);
     // The next range is claimed before this one ends, so that its first row can be on its way.
     const int64_t next = fork.next_range.fetch_add(1, std::memory_order_relaxed);
     const int64_t next_id = next < num_ranges ? RangeAt(fork, next).begin : range.begin;

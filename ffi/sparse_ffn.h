@@ -19,6 +19,9 @@ struct FfnArgs {
   const float* x;           // [batch, model]
   const uint8_t* mask;      // [batch, neurons], 0 or 1; nullptr: all neurons
   int64_t batch, neurons, model;
+  float threshold;          // a neuron is closed where its opening product is not above this
+  bool square;              // the opening product enters squared (relu2)
+  bool rectify_up;          // up is also rectified, and a neuron where that leaves zero is closed (drelu); gated only
   bool every_neuron;        // read all rows even where the gate is closed: a dense layer
   float* y;                 // [batch, model]
   int32_t* predicted;       // [batch], neurons in the mask
@@ -26,7 +29,8 @@ struct FfnArgs {
   int32_t* active;          // [batch], neurons whose value was not zero
 };
 
-// y[t] = sum over open neurons i of relu(gate_i . x) * (up_i . x) * down_i, or of relu(up_i . x) * down_i if ungated.
+// y[t] = sum over open neurons i of f(gate_i . x) * (up_i . x) * down_i, or of f(up_i . x) * down_i if ungated;
+// f(o) = o, or o * o if `square`, where o > threshold.
 // The result depends on the arguments and kernels alone, never on the number of threads.
 void SparseFfn(const FfnArgs& args, const RowKernels& kernels, ThreadPool& pool);
 

@@ -1,20 +1,14 @@
 """pjax: activation-sparse LLMs in JAX. Hot neurons on the device, cold ones on the host, the rest skipped."""
 
 from pjax.base import VERSION as __version__
-from pjax.base import (
-    ActivationStats,
-    Ffn,
-    HardwareSpec,
-    ModelConfig,
-    Placement,
-    Predictors,
-)
+from pjax.base import ActivationStats, Ffn, HardwareSpec, Placement, Predictors
 from pjax.formats import load_tokenizer
 from pjax.generate import Generation
 from pjax.hardware import hardware_preset, measure_hardware
 from pjax.layers import SparseFfn
 from pjax.llm import LLM
 from pjax.model import Decoder, load_model
+from pjax.model_config import ModelConfig
 from pjax.ops import sparse_ffn
 from pjax.placement import solve_placement
 from pjax.profiler import collect_stats, train_predictors

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import jax
 import numpy as np
 
+from pjax.model_config import ModelConfig
+
 VERSION = "0.1.0"
 """Of pjax; artefacts made by another version are made again."""
 
@@ -24,9 +26,6 @@ Mode = Literal["dense", "exact", "predicted"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 """All of them, from most to least computed."""
-
-SPARSE_ACTIVATIONS = ("relu",)
-"""Activation functions that are exactly zero for a negative input, so that neurons can be skipped."""
 
 
 @jax.tree_util.register_dataclass
@@ -76,69 +75,6 @@ class FfnCounts(NamedTuple):
     predicted: jax.Array
     computed: jax.Array
     active: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """What a decoder is, whatever file it came from.
-
-    Attributes:
-        name: for people; the folder's name.
-        family: "llama" (RMSNorm, RoPE, gated FFN) or "opt" (LayerNorm, learned positions).
-        vocab: number of token ids.
-        model: residual width.
-        neurons: FFN rows, one entry a layer.
-        heads: query heads.
-        kv_heads: key and value heads; divides `heads`.
-        head_dim: width of one head.
-        context: the most tokens a sequence may have, prompt and generated together.
-        activation: "relu", "silu", "gelu", ...
-        gated: whether the FFN has a gate.
-        norm: "rms" or "layer".
-        norm_eps: added to the variance.
-        norm_bias: whether norms carry a bias.
-        positions: "rope" or "learned".
-        rope_theta: base of the rotary frequencies; None for learned positions.
-        position_offset: first used row of the learned position table (OPT: 2).
-        attention_bias: whether q, k, v and o carry biases.
-        mlp_bias: whether gate, up and down carry biases.
-        tied: whether the head is the embedding.
-        bos_id: first token of a text, or None.
-        eos_ids: ids that end a text.
-    """
-
-    name: str
-    family: str
-    vocab: int
-    model: int
-    neurons: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context: int
-    activation: str
-    gated: bool
-    norm: Literal["rms", "layer"]
-    norm_eps: float
-    norm_bias: bool
-    positions: Literal["rope", "learned"]
-    rope_theta: float | None
-    position_offset: int
-    attention_bias: bool
-    mlp_bias: bool
-    tied: bool
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-
-    @property
-    def layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.neurons)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the activation leaves neurons at exactly zero."""
-        return self.activation in SPARSE_ACTIVATIONS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,19 +9,21 @@ from flax import nnx
 
 from pjax import ops
 from pjax.base import Ffn, FfnCounts, FfnFn, Predictors
+from pjax.model_config import Activation
 from pjax.predictor import predict_mask
 
 
 class SparseFfn(nnx.Module):
     """An FFN that computes only its active neurons.
 
-    `y = act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down + down_bias`, or without a gate
-    `y = act(x @ up.T + up_bias) @ down + down_bias`; a neuron whose `act(...)` is zero is skipped.
+    `y = f(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down + down_bias`, or without a gate
+    `y = f(x @ up.T + up_bias) @ down + down_bias`; a neuron that f closes is skipped.
 
     Args:
         model: width of input and output.
         neurons: number of neurons.
-        activation: "relu" to skip neurons; any other of `ops.dense_ffn` runs dense only.
+        activation: f, "relu", "relu2", "drelu" or, with its threshold, "fatrelu:0.01"; "silu", "gelu" and
+            "gelu_pytorch_tanh" run dense only.
         gated: whether there is a gate.
         bias: whether gate, up and down carry biases.
         dtype: of the weights; biases are float32.
@@ -41,6 +43,7 @@ class SparseFfn(nnx.Module):
     ):
         if model < 1 or neurons < 1:
             raise ValueError(f"model, neurons: expected widths of at least 1, got {model}, {neurons}")
+        Activation.parse(activation)
 
         def rows(fan_in: int) -> nnx.Param:
             return nnx.Param(

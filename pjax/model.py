@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ from flax import nnx
 from jax.core import Tracer
 
 from pjax import ops
-from pjax.attention import KvCache, append, attend, attend_prompt, rotate
-from pjax.base import FfnFn, ModelConfig
+from pjax.attention import KvCache, alibi_slopes, append, attend, attend_prompt, rotate
+from pjax.base import FfnFn
 from pjax.formats import read_checkpoint
 from pjax.layers import SparseFfn, dense_ffn_fn
+from pjax.model_config import ModelConfig
 from pjax.workdir import fingerprint
 
 
@@ -42,17 +44,18 @@ def project(x: jax.Array, weight: jax.Array) -> jax.Array:
 class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the last axis, in float32."""
 
-    def __init__(self, width: int, *, kind: str, bias: bool, eps: float):
-        self.kind, self.eps = kind, eps
-        self.scale = nnx.Param(jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width)) if bias else None
+    def __init__(self, config: ModelConfig):
+        self.kind, self.eps = config.norm, config.norm_eps
+        self.scale = nnx.Param(jnp.ones(config.model)) if config.norm_scale else None
+        self.bias = nnx.Param(jnp.zeros(config.model)) if config.norm_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, model] -> float32, the same shape."""
         if self.kind == "layer":
             x = x - x.mean(-1, keepdims=True)
         y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
-        y = y * self.scale[...][None, None, :]
+        if self.scale is not None:
+            y = y * self.scale[...][None, None, :]
         return y if self.bias is None else y + self.bias[...][None, None, :]
 
 
@@ -100,27 +103,49 @@ class Attention(nnx.Module):
         q, k, v = (
             layer(x).reshape(batch, seq, -1, self.config.head_dim) for layer in (self.q, self.k, self.v)
         )
-        if self.config.rope_theta is not None:
-            q, k = (rotate(part, positions, self.config.rope_theta) for part in (q, k))
+        if self.config.rope is not None:
+            q, k = (rotate(part, positions, self.config.rope) for part in (q, k))
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         if cache is not None:
             cache = KvCache(append(cache.k, k, positions), append(cache.v, v, positions))
+        slopes = alibi_slopes(self.config.heads) if self.config.alibi else None
         if cache is None or seq > 1:  # a text from position 0 on sees only itself
-            return self.o(attend_prompt(q, k, v, positions)), cache
-        return self.o(attend(q, cache.k, cache.v, positions)), cache
+            y = attend_prompt(q, k, v, positions, window=self.config.window, slopes=slopes)
+        else:
+            y = attend(q, cache.k, cache.v, positions, window=self.config.window, slopes=slopes)
+        return self.o(y), cache
+
+
+class AttendedLayer(NamedTuple):
+    """A layer before its FFN.
+
+    Attributes:
+        x: [batch, seq, model], the FFN's input.
+        source: what x was normed from.
+        residual: what the FFN's result is added to.
+        cache: the layer's KV cache, or None.
+    """
+
+    x: jax.Array
+    source: jax.Array
+    residual: jax.Array
+    cache: KvCache | None
+
+
+def join(residual: jax.Array, y: jax.Array, config: ModelConfig) -> jax.Array:
+    """Adds what attention or FFN gave to the residual stream."""
+    return residual + (y if config.residual_scale == 1.0 else y * config.residual_scale)
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and FFN, each behind its norm and added to the residual stream."""
+    """Attention and FFN, each behind its norm and added to the residual stream; see `ModelConfig.block`."""
 
     def __init__(self, config: ModelConfig, index: int, rngs: nnx.Rngs):
-        def norm() -> Norm:
-            return Norm(config.model, kind=config.norm, bias=config.norm_bias, eps=config.norm_eps)
-
         self.index = index
-        self.attention_norm = norm()
+        self.config = config
+        self.attention_norm = None if config.block == "post_norm" and index == 0 else Norm(config)
         self.attention = Attention(config, rngs)
-        self.ffn_norm = norm()
+        self.ffn_norm = Norm(config)
         self.ffn = SparseFfn(
             config.model,
             config.neurons[index],
@@ -130,13 +155,16 @@ class DecoderLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def attend(
-        self, residual: jax.Array, positions: jax.Array, cache: KvCache | None
-    ) -> tuple[jax.Array, jax.Array, KvCache | None]:
-        """The first half of the layer: residual -> (FFN input, residual, cache)."""
-        y, cache = self.attention(self.attention_norm(residual), positions, cache)
-        residual = residual + y
-        return self.ffn_norm(residual), residual, cache
+    def attend(self, residual: jax.Array, positions: jax.Array, cache: KvCache | None) -> AttendedLayer:
+        """The first half of the layer, up to the input of its FFN."""
+        block = self.config.block
+        normed = residual if self.attention_norm is None else self.attention_norm(residual)
+        y, cache = self.attention(normed, positions, cache)
+        if block == "parallel":
+            return AttendedLayer(self.ffn_norm(residual), residual, join(residual, y, self.config), cache)
+        residual = join(normed if block == "post_norm" else residual, y, self.config)
+        x = self.ffn_norm(residual)
+        return AttendedLayer(x, residual, x if block == "post_norm" else residual, cache)
 
 
 class Decoder(nnx.Module):
@@ -149,13 +177,16 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = _normal(rngs, (config.vocab, config.model), 0.02)
-        learned = config.positions == "learned"
+        self.embed = _normal(rngs, (config.vocab, config.embed_width), 0.02)
         rows = config.context + config.position_offset
-        self.positions = _normal(rngs, (rows, config.model), 0.02) if learned else None
+        self.positions = _normal(rngs, (rows, config.model), 0.02) if config.learned_positions else None
         self.layers = nnx.List([DecoderLayer(config, index, rngs) for index in range(config.layers)])
-        self.final_norm = Norm(config.model, kind=config.norm, bias=config.norm_bias, eps=config.norm_eps)
-        self.head = None if config.tied else _normal(rngs, (config.vocab, config.model), config.model**-0.5)
+        self.final_norm = Norm(config) if config.final_norm else None
+        narrow = config.embed_width != config.model
+        self.project_in = _normal(rngs, (config.model, config.embed_width), 0.02) if narrow else None
+        self.project_out = _normal(rngs, (config.embed_width, config.model), 0.02) if narrow else None
+        shape = (config.vocab, config.embed_width)
+        self.head = None if config.tied else _normal(rngs, shape, config.embed_width**-0.5)
 
     @property
     def cache_dtype(self) -> jnp.dtype:
@@ -169,14 +200,22 @@ class Decoder(nnx.Module):
     def embed_ids(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
         """int32 [batch, seq] ids and positions -> float32 residual [batch, seq, model]."""
         x = self.embed[...][ids].astype(jnp.float32)
+        if self.config.embed_scale != 1.0:
+            x = x * self.config.embed_scale
+        if self.project_in is not None:
+            x = project(x, self.project_in[...])
         if self.positions is not None:
             x = x + self.positions[...][positions + self.config.position_offset].astype(jnp.float32)
         return x
 
     def logits(self, residual: jax.Array) -> jax.Array:
         """float32 residual [batch, seq, model] -> float32 logits [batch, seq, vocab]."""
-        head = self.embed if self.head is None else self.head
-        return project(self.final_norm(residual), head[...])
+        x = residual if self.final_norm is None else self.final_norm(residual)
+        if self.config.logit_scale != 1.0:
+            x = x * self.config.logit_scale
+        if self.project_out is not None:
+            x = project(x, self.project_out[...])
+        return project(x, (self.embed if self.head is None else self.head)[...])
 
     def run(
         self,
@@ -199,10 +238,10 @@ class Decoder(nnx.Module):
         residual = self.embed_ids(ids, positions)
         new_caches, aux = [], []
         for index, layer in enumerate(self.layers):
-            x, residual, cache = layer.attend(residual, positions, caches[index] if caches else None)
-            y, layer_aux = ffn_fn(layer, x, residual)
-            residual = residual + y
-            new_caches.append(cache)
+            attended = layer.attend(residual, positions, caches[index] if caches else None)
+            y, layer_aux = ffn_fn(layer, attended.x, attended.source)
+            residual = join(attended.residual, y, self.config)
+            new_caches.append(attended.cache)
             aux.append(layer_aux)
         return residual, tuple(new_caches) if caches else None, aux
 

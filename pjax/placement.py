@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from pjax.base import ActivationStats, HardwareSpec, ModelConfig, Placement
+from pjax.base import ActivationStats, HardwareSpec, Placement
+from pjax.model_config import ModelConfig
 
 # dtype: (weights in a block, bytes of a block); a quantised block is its codes and a float16 scale.
 _BLOCKS = {"float32": (1, 4), "bfloat16": (1, 2), "float16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pjax.base import ModelConfig
+from pjax.model_config import ModelConfig
 
 MIN_PROMPT_BUCKET = 16
 """Prompts are padded to a power of two from here on: a program is compiled per bucket, and below this a

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FLOORS = {
+    "model_config": 0,
     "base": 0,
     "settings": 1,
     "workdir": 1,
@@ -37,7 +38,7 @@ FLOORS = {
 }
 """The floor of each module; those of one floor do not import each other, save where SAME_FLOOR says."""
 
-SAME_FLOOR = {("model", "layers"), ("report", "quality"), ("report", "speed")}
+SAME_FLOOR = {("base", "model_config"), ("model", "layers"), ("report", "quality"), ("report", "speed")}
 
 ONLY_IN = {
     "mip": {"placement"},

@@ -14,7 +14,8 @@ import scipy.sparse
 from hypothesis import strategies as st
 
 from pjax import placement
-from pjax.base import ActivationStats, Ffn, HardwareSpec, ModelConfig
+from pjax.base import ActivationStats, Ffn, HardwareSpec
+from pjax.model_config import ModelConfig, Rope
 from pjax.placement import min_hot_neurons, neuron_bytes, solve_placement
 
 NUM_TOKENS = 1000
@@ -24,8 +25,7 @@ def make_config(neurons, *, model=64, gated=True, mlp_bias=False) -> ModelConfig
     return ModelConfig(
         name="tiny", family="llama", vocab=128, model=model, neurons=tuple(neurons), heads=4, kv_heads=4,
         head_dim=16, context=64, activation="relu", gated=gated, norm="rms", norm_eps=1e-5,
-        norm_bias=False, positions="rope", rope_theta=1e4, position_offset=0, attention_bias=False,
-        mlp_bias=mlp_bias, tied=False, bos_id=None, eos_ids=(),
+        rope=Rope(1e4, 16), mlp_bias=mlp_bias, tied=False, bos_id=None, eos_ids=(),
     )  # fmt: skip
 
 

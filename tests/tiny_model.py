@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pjax.base import LowRankPredictor, ModelConfig, PredictorReport, Predictors
+from pjax.base import LowRankPredictor, PredictorReport, Predictors
 from pjax.model import Decoder, prompt_positions
+from pjax.model_config import ModelConfig, Rope
 
 ALL, NONE = -1e9, 1e9
 """Thresholds below and above every score."""
@@ -16,8 +17,8 @@ def tiny_config(**changes) -> ModelConfig:
     """A LLaMA of two layers that differ in width."""
     values = dict(
         name="tiny", family="llama", vocab=50, model=16, neurons=(24, 40), heads=4, kv_heads=2, head_dim=4,
-        context=32, activation="relu", gated=True, norm="rms", norm_eps=1e-5, norm_bias=False,
-        positions="rope", rope_theta=1e4, position_offset=0, attention_bias=False, mlp_bias=False,
+        context=32, activation="relu", gated=True, norm="rms", norm_eps=1e-5,
+        rope=Rope(1e4, 4),
         tied=False, bos_id=1, eos_ids=(2,),
     )  # fmt: skip
     return ModelConfig(**(values | changes))

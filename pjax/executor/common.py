@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pjax.attention import KvCache
-from pjax.base import MODES, DecodeState, FfnCounts, FfnFn, Mode, ModelConfig, Predictors
+from pjax.base import MODES, DecodeState, FfnCounts, FfnFn, Mode, Predictors
 from pjax.layers import dense_ffn_fn, exact_ffn_fn, predicted_ffn_fn
+from pjax.model_config import ModelConfig
 
 
 def check_mode(mode: str, config: ModelConfig, predictors: Predictors | None) -> None:

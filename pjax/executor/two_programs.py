@@ -15,7 +15,7 @@ from pjax import ops
 from pjax.attention import KvCache
 from pjax.base import AnyArray, DecodeState, Ffn, LowRankPredictor, Mode, Predictors, SampleFn
 from pjax.executor.common import check_mode, count_rows, empty_caches, last_rows, reserve
-from pjax.model import Decoder, prompt_positions
+from pjax.model import Decoder, join, prompt_positions
 from pjax.predictor import predict_mask
 from pjax.split import pack_mask, split_ffn, unpack_mask
 
@@ -84,13 +84,13 @@ def attend_program(
     """
     layer = spec.merge(leaves)
     if joined is not None:
-        residual = residual + joined.hot + joined.cold
-    x, residual, cache = layer.attend(residual, positions, cache)
+        residual = join(residual, joined.hot + joined.cold, layer.config)
+    attended = layer.attend(residual, positions, cache)
     if predictor is None:
-        return x, residual, cache, None, None
-    mask = predict_mask(predictor, x, residual)
+        return attended.x, attended.residual, attended.cache, None, None
+    mask = predict_mask(predictor, attended.x, attended.source)
     hot = layer.ffn.weights.neurons
-    return x, residual, cache, mask[..., :hot], pack_mask(mask[..., hot:])
+    return attended.x, attended.residual, attended.cache, mask[..., :hot], pack_mask(mask[..., hot:])
 
 
 @partial(jax.jit, static_argnames=("spec", "mode"))
@@ -120,10 +120,11 @@ def finish_program(
     spec: ModuleSpec, leaves, residual, joined: Joined, lengths, sampler, *, sample_fn: SampleFn
 ):
     """On the device: joins the last layer and samples after each sequence's last token."""
-    residual = residual + joined.hot + joined.cold
+    decoder = spec.merge(leaves)
+    residual = join(residual, joined.hot + joined.cold, decoder.config)
     if residual.shape[1] > 1:
         residual = last_rows(residual, lengths)
-    return sample_fn(spec.merge(leaves).logits(residual)[:, 0], sampler)
+    return sample_fn(decoder.logits(residual)[:, 0], sampler)
 
 
 @jax.jit

@@ -2,7 +2,7 @@
 
 import re
 
-from pjax.base import ModelConfig
+from pjax.model_config import ModelConfig
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -12,14 +12,17 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         config: what the decoder is.
     """
     model = config.model
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, model)}
-    if config.positions == "learned":
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, config.embed_width)}
+    if config.learned_positions:
         shapes["positions"] = (config.context + config.position_offset, model)
-    for index, neurons in enumerate(config.neurons):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(config, neurons).items()}
-    shapes |= _norm_shapes("final_norm", config)
+    if config.embed_width != model:
+        shapes |= {"project_in": (model, config.embed_width), "project_out": (config.embed_width, model)}
+    for index in range(config.layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(config, index).items()}
+    if config.final_norm:
+        shapes |= _norm_shapes("final_norm", config)
     if not config.tied:
-        shapes["head"] = (config.vocab, model)
+        shapes["head"] = (config.vocab, config.embed_width)
     return shapes
 
 
@@ -33,10 +36,10 @@ def split_layer(name: str) -> tuple[str, str]:
     return (f"layers.N.{name[found.end() :]}", found[1]) if found else (name, "")
 
 
-def _layer_shapes(config: ModelConfig, neurons: int) -> dict[str, tuple[int, ...]]:
-    model = config.model
+def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    model, neurons = config.model, config.neurons[index]
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = _norm_shapes("attention_norm", config)
+    shapes = {} if config.block == "post_norm" and index == 0 else _norm_shapes("attention_norm", config)
     for name, rows, columns in (
         ("q", queries, model),
         ("k", keys, model),
@@ -55,5 +58,5 @@ def _layer_shapes(config: ModelConfig, neurons: int) -> dict[str, tuple[int, ...
 
 
 def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    parts = ("scale", "bias") if config.norm_bias else ("scale",)
-    return {f"{name}.{part}": (config.model,) for part in parts}
+    parts = {"scale": config.norm_scale, "bias": config.norm_bias}
+    return {f"{name}.{part}": (config.model,) for part, wanted in parts.items() if wanted}

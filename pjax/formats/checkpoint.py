@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pjax.base import ModelConfig
+from pjax.model_config import ModelConfig
 
 
 class SourceTensor(NamedTuple):

@@ -5,8 +5,16 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ACTIVATIONS = {
+from pjax.model_config import Activation
+
+_ACTIVATION_NAMES = {
     "relu": "relu",
+    "relu2": "relu2",
+    "relu_squared": "relu2",
+    "squared_relu": "relu2",
+    "fatrelu": "fatrelu",
+    "drelu": "drelu",
+    "dReLU": "drelu",
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -15,6 +23,22 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
 }
 """Names that configs use, and ours; the last three are one formula, the tanh approximation."""
+
+
+def parse_activation(name: str) -> str:
+    """Returns our spelling of an activation that a person or a file named, such as "swish" or "fatrelu:0.01".
+
+    Raises:
+        ValueError: no such activation, or its threshold is missing or wrong.
+    """
+    known, colon, threshold = name.partition(":")
+    if known not in _ACTIVATION_NAMES:
+        raise ValueError(
+            f"activation: {name!r} is not supported; expected one of {', '.join(_ACTIVATION_NAMES)}."
+        )
+    text = f"{_ACTIVATION_NAMES[known]}{colon}{threshold}"
+    Activation.parse(text)
+    return text
 
 
 class ConfigFile(NamedTuple):
@@ -27,6 +51,11 @@ class ConfigFile(NamedTuple):
 
     file: Path
     values: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The model's name for people: that of its folder."""
+        return self.file.parent.resolve().name
 
     def error(self, key: str, expected: str) -> ValueError:
         """Returns the error for a value that is missing or wrong."""
@@ -47,8 +76,12 @@ class ConfigFile(NamedTuple):
             raise self.error(key, "a positive integer")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """Returns a positive finite number; the default for an absent or null key."""
+    def count_or_none(self, key: str, default: int) -> int | None:
+        """Returns a positive integer, or None for null; the default for an absent key."""
+        return None if key in self.values and self.values[key] is None else self.count(key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Returns a positive finite number; the default, if there is one, for an absent or null key."""
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -64,13 +97,25 @@ class ConfigFile(NamedTuple):
         return value
 
     def activation(self, key: str, default: str, override: str | None) -> str:
-        """Returns our name of the activation function, `override` instead of the file's if given."""
-        value = override or self.values.get(key, default)
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            where = f"activation: {override!r}" if override else f"{self.file}: {key}: {value!r}"
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"{where} is not a supported activation function; expected one of {known}.")
-        return ACTIVATIONS[value]
+        """Returns our spelling of the activation function, `override` instead of the file's if given.
+
+        Its threshold, if it has one, is `hidden_act_param` (ProSparse, MiniCPM-S).
+        """
+        if override is not None:
+            return parse_activation(override)
+        value = self.values.get(key, default)
+        if not isinstance(value, str) or value not in _ACTIVATION_NAMES:
+            raise self.error(key, f"an activation function of {', '.join(_ACTIVATION_NAMES)}")
+        if value != "fatrelu":
+            return _ACTIVATION_NAMES[value]
+        threshold = self.values.get("hidden_act_param")
+        if (
+            not isinstance(threshold, int | float)
+            or isinstance(threshold, bool)
+            or not 0 <= threshold < math.inf
+        ):
+            raise self.error("hidden_act_param", "fatrelu's threshold, a number of at least 0")
+        return f"fatrelu:{float(threshold)}"
 
     def ids(self, key: str) -> tuple[int, ...]:
         """Returns token ids written as one integer, a list or null; none for an absent key."""

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pjax.base import SPARSE_ACTIVATIONS, Ffn
-from pjax.ops import reference
+from pjax.base import Ffn
+from pjax.model_config import SPARSE_ACTIVATIONS, Activation
 
 
 def check_ffn(ffn: Ffn) -> None:
@@ -63,19 +63,17 @@ def check_mask(active_mask: jax.Array | None, x: jax.Array, neurons: int) -> Non
         raise ValueError(f"active_mask: expected shape {formula}, got {list(active_mask.shape)}.")
 
 
-def check_sparse_activation(activation: str) -> None:
-    """Raises ValueError unless the activation is exactly zero for a negative input."""
-    if activation not in SPARSE_ACTIVATIONS:
+def check_activation(activation: str, ffn: Ffn, *, sparse: bool) -> Activation:
+    """The parsed activation; raises ValueError unless it fits the FFN, and leaves zeros if `sparse`."""
+    parsed = Activation.parse(activation)
+    if sparse and not parsed.is_sparse:
         raise ValueError(
-            f"activation: expected one of {list(SPARSE_ACTIVATIONS)}, got {activation!r}, which leaves no "
-            'neuron at exactly zero; run this model in mode "dense" (pjax.ops.dense_ffn).'
+            f"activation: expected one of {', '.join(SPARSE_ACTIVATIONS)}, got {activation!r}, which leaves "
+            'no neuron at exactly zero; run this model in mode "dense" (pjax.ops.dense_ffn).'
         )
-
-
-def check_activation(activation: str) -> None:
-    """Raises ValueError unless the activation has a formula."""
-    if activation not in reference.ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {list(reference.ACTIVATIONS)}, got {activation!r}.")
+    if parsed.name == "drelu" and ffn.gate is None:
+        raise ValueError('activation: "drelu" rectifies gate and up, but ffn.gate is None.')
+    return parsed
 
 
 def expect_shape(name: str, array: jax.Array, shape: tuple[int, ...], formula: str) -> None:

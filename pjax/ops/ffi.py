@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pjax.base import Ffn
+from pjax.model_config import Activation
 
 WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16)
 """Weight types that the kernels read."""
@@ -35,7 +36,7 @@ def unusable_reason() -> str | None:
 
 
 def sparse_ffn(
-    x: jax.Array, ffn: Ffn, active_mask: jax.Array | None, *, every_neuron: bool
+    x: jax.Array, ffn: Ffn, active_mask: jax.Array | None, activation: Activation, *, every_neuron: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel behind `pjax.sparse_ffn`.
 
@@ -43,6 +44,7 @@ def sparse_ffn(
         x: float32 [batch, model].
         ffn: float32 or bfloat16 weights.
         active_mask: bool [batch, neurons] or None for all.
+        activation: a sparse one.
         every_neuron: whether to read all rows, even those that the gate closes.
 
     Returns:
@@ -54,7 +56,18 @@ def sparse_ffn(
     mask = jnp.zeros((0, 0), bool) if active_mask is None else active_mask
     biases = (_float32_or_empty(ffn.gate_bias), _float32_or_empty(ffn.up_bias))
     call = jax.ffi.ffi_call("pjax_sparse_ffn", results)
-    y, counts = call(x, gate, ffn.up, ffn.down, *biases, mask, every_neuron=np.bool_(every_neuron))
+    y, counts = call(
+        x,
+        gate,
+        ffn.up,
+        ffn.down,
+        *biases,
+        mask,
+        threshold=np.float32(activation.threshold),
+        square=np.bool_(activation.name == "relu2"),
+        rectify_up=np.bool_(activation.name == "drelu"),
+        every_neuron=np.bool_(every_neuron),
+    )
     return y, counts
 
 

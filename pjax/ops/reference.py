@@ -4,23 +4,27 @@ All sums are in float32 whatever the weight type. Every neuron is computed and t
 multiplied by zero, so these cost as much as a dense layer.
 """
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pjax.base import Ffn, FfnCounts
+from pjax.model_config import Activation
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-"""Activation functions by the names that Hugging Face configurations use."""
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The activation function of a gate or an ungated up; see `Activation` for the formulas.
+
+    Args:
+        x: float32, any shape.
+        activation: which one.
+    """
+    if activation.is_sparse:
+        opened = jnp.where(x <= activation.threshold, jnp.zeros_like(x), x)  # NaN stays NaN
+        return jnp.square(opened) if activation.name == "relu2" else opened
+    return (
+        jax.nn.silu(x) if activation.name == "silu" else jax.nn.gelu(x, approximate=activation.name != "gelu")
+    )
 
 
 def matvec(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -35,47 +39,58 @@ def matvec(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
 
 
-def ffn_values(x: jax.Array, ffn: Ffn, activation: str) -> jax.Array:
-    """What multiplies the down rows, `act(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`; see `Ffn`.
+def ffn_values(x: jax.Array, ffn: Ffn, activation: Activation) -> jax.Array:
+    """What multiplies the down rows; see `Activation`.
 
     Args:
         x: [..., model].
         ffn: the weights.
-        activation: a key of `ACTIVATIONS`.
+        activation: the function between the matrices.
 
     Returns:
         float32 [..., neurons].
     """
-    activate, up = ACTIVATIONS[activation], matvec(x, ffn.up, ffn.up_bias)
-    return activate(up) if ffn.gate is None else activate(matvec(x, ffn.gate, ffn.gate_bias)) * up
+    up = matvec(x, ffn.up, ffn.up_bias)
+    if ffn.gate is None:
+        return activate(up, activation)
+    up = activate(up, activation) if activation.name == "drelu" else up
+    return activate(matvec(x, ffn.gate, ffn.gate_bias), activation) * up
 
 
-def dense_ffn(x: jax.Array, ffn: Ffn, activation: str) -> jax.Array:
-    """`act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`, every neuron; see `Ffn`.
+def dense_ffn(x: jax.Array, ffn: Ffn, activation: Activation) -> jax.Array:
+    """`ffn_values(x) @ down`, every neuron.
 
     Args:
         x: [..., model].
         ffn: the weights.
-        activation: a key of `ACTIVATIONS`.
+        activation: the function between the matrices.
     """
     return _multiply(ffn_values(x, ffn, activation), ffn.down, weight_axis=0)
 
 
-def sparse_ffn(x: jax.Array, ffn: Ffn, active_mask: jax.Array | None) -> tuple[jax.Array, FfnCounts]:
-    """The relu FFN restricted to the neurons of the mask, with its counts.
+def sparse_ffn(
+    x: jax.Array, ffn: Ffn, active_mask: jax.Array | None, activation: Activation
+) -> tuple[jax.Array, FfnCounts]:
+    """The FFN restricted to the neurons of the mask, with its counts.
 
     Args:
         x: [batch, model].
         ffn: the weights.
         active_mask: bool [batch, neurons], or None for all of them.
+        activation: a sparse one.
     """
     shape = (x.shape[0], ffn.neurons)
     mask = jnp.ones(shape, bool) if active_mask is None else active_mask
     opener = matvec(x, ffn.up, ffn.up_bias) if ffn.gate is None else matvec(x, ffn.gate, ffn.gate_bias)
-    opened = jax.nn.relu(opener)
-    values = opened if ffn.gate is None else opened * matvec(x, ffn.up, ffn.up_bias)
-    values = jnp.where(mask, values, jnp.zeros_like(values))
-    counts = FfnCounts(_count(mask), _count(mask & (opened != 0)), _count(values != 0))
+    closed = opener <= activation.threshold
+    values = activate(opener, activation)
+    if ffn.gate is not None:
+        up = matvec(x, ffn.up, ffn.up_bias)
+        if activation.name == "drelu":
+            closed, up = closed | (up <= 0), activate(up, activation)
+        values = values * up
+    values = jnp.where(mask & ~closed, values, jnp.zeros_like(values))
+    counts = FfnCounts(_count(mask), _count(mask & ~closed), _count(values != 0))
     return _multiply(values, ffn.down, weight_axis=0), counts
 
 

@@ -1,9 +1,13 @@
 """The FFN operators: all neurons, or only those that a mask and their own gate leave open."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from pjax.base import Ffn, FfnCounts
+from pjax.model_config import Activation
 from pjax.ops import checks, ffi, reference
 from pjax.ops.dispatch import Implementation, check_implementation, make_operator
 from pjax.ops.matvec import MAX_MATVEC_TOKENS
@@ -19,15 +23,16 @@ def sparse_ffn(
 ) -> jax.Array:
     """The FFN restricted to the neurons of the mask, reading only the rows of those that are open.
 
-    `y = sum_i mask_i * relu(x . gate_i + gate_bias_i) * (x . up_i + up_bias_i) * down_i`, or without a gate
-    `sum_i mask_i * relu(x . up_i + up_bias_i) * down_i`. Within the mask this is exact. The gate is read
-    first (ungated: up); the other rows of a neuron only where it is positive. Differentiable in x and ffn.
+    `y = sum_i mask_i * f(x . gate_i + gate_bias_i) * (x . up_i + up_bias_i) * down_i`, or without a gate
+    `sum_i mask_i * f(x . up_i + up_bias_i) * down_i`; `Activation` says what f is. Within the mask this is
+    exact. The gate is read first (ungated: up); the other rows of a neuron only where that opens it.
+    Differentiable in x and ffn.
 
     Args:
         x: [batch, model] or [model].
         ffn: the weights; the kernel reads float32 and bfloat16 in place.
         active_mask: bool [batch, neurons] or [neurons]; None: every neuron may open.
-        activation: "relu".
+        activation: "relu", "relu2", "drelu" or, with its threshold, "fatrelu:0.01".
         implementation: "reference", "cpu", or None: by the platform the program is lowered for.
 
     Returns:
@@ -55,31 +60,31 @@ def sparse_ffn_counted(
     Returns:
         float32, the shape of x; counts int32 [batch], or scalars for x [model].
     """
-    checks.check_sparse_activation(activation)
     checks.check_ffn(ffn)
+    parsed = checks.check_activation(activation, ffn, sparse=True)
     checks.check_input(x, ffn.up.shape[1], ranks=(1, 2))
     checks.check_mask(active_mask, x, ffn.neurons)
     rows = checks.as_rows(x)
     if active_mask is not None:
         per_token = jnp.broadcast_to(active_mask, (*x.shape[:-1], ffn.neurons))
         active_mask = per_token.reshape(rows.shape[0], ffn.neurons)
-    y, counts = _sparse((rows, active_mask), ffn, implementation)
+    y, counts = _sparse(parsed)((rows, active_mask), ffn, implementation)
     return y.reshape(x.shape), jax.tree.map(lambda count: count.reshape(x.shape[:-1]), counts)
 
 
 def dense_ffn(
     x: jax.Array, ffn: Ffn, *, activation: str, implementation: Implementation | None = None
 ) -> jax.Array:
-    """The FFN with every neuron: `act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`; see `Ffn`.
+    """The FFN with every neuron: `f(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`; see `Activation`.
 
-    Few tokens with relu on a CPU use the kernel of `sparse_ffn` with skipping turned off, so that the two
-    can be compared; everything else is XLA's matrix product with float32 sums. Differentiable.
+    Few tokens with a sparse activation on a CPU use the kernel of `sparse_ffn` with skipping turned off, so
+    that the two can be compared; everything else is XLA's matrix product with float32 sums. Differentiable.
 
     Args:
         x: [..., model].
         ffn: the weights.
-        activation: "relu", "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh".
-        implementation: "reference", "cpu" (relu only), or None: by platform and number of tokens.
+        activation: as `Activation.parse` reads it.
+        implementation: "reference", "cpu" (sparse activations only), or None: by platform and batch size.
 
     Returns:
         float32, the shape of x.
@@ -88,29 +93,35 @@ def dense_ffn(
         ValueError: shapes, types or the activation do not fit.
         RuntimeError: implementation is "cpu" and the kernels cannot be used here.
     """
-    checks.check_activation(activation)
     checks.check_ffn(ffn)
+    parsed = checks.check_activation(activation, ffn, sparse=False)
     checks.check_input(x, ffn.up.shape[1], ranks=None)
     check_implementation(implementation)
-    if activation == "relu":
-        return _dense_relu(checks.as_rows(x), ffn, implementation).reshape(x.shape)
+    if parsed.is_sparse:
+        return _dense(parsed)(checks.as_rows(x), ffn, implementation).reshape(x.shape)
     if implementation == "cpu":
-        raise ValueError(f'implementation: "cpu" computes relu only, got {activation!r}; use None.')
-    return reference.dense_ffn(x, ffn, activation)
+        raise ValueError(
+            f'implementation: "cpu" computes sparse activations only, got {activation!r}; use None.'
+        )
+    return reference.dense_ffn(x, ffn, parsed)
 
 
-def _sparse_kernel(tokens: tuple[jax.Array, jax.Array | None], ffn: Ffn) -> tuple[jax.Array, FfnCounts]:
-    y, counts = ffi.sparse_ffn(tokens[0], ffn, tokens[1], every_neuron=False)
-    return y, FfnCounts(counts[0], counts[1], counts[2])
+@functools.cache
+def _sparse(activation: Activation) -> Callable:
+    def kernel(tokens: tuple[jax.Array, jax.Array | None], ffn: Ffn) -> tuple[jax.Array, FfnCounts]:
+        y, counts = ffi.sparse_ffn(tokens[0], ffn, tokens[1], activation, every_neuron=False)
+        return y, FfnCounts(counts[0], counts[1], counts[2])
+
+    return make_operator(
+        kernel=kernel,
+        formula=lambda tokens, ffn: reference.sparse_ffn(tokens[0], ffn, tokens[1], activation),
+    )
 
 
-_sparse = make_operator(
-    kernel=_sparse_kernel,
-    formula=lambda tokens, ffn: reference.sparse_ffn(tokens[0], ffn, tokens[1]),
-)
-
-_dense_relu = make_operator(
-    kernel=lambda x, ffn: ffi.sparse_ffn(x, ffn, None, every_neuron=True)[0],
-    formula=lambda x, ffn: reference.dense_ffn(x, ffn, "relu"),
-    max_kernel_tokens=MAX_MATVEC_TOKENS,
-)
+@functools.cache
+def _dense(activation: Activation) -> Callable:
+    return make_operator(
+        kernel=lambda x, ffn: ffi.sparse_ffn(x, ffn, None, activation, every_neuron=True)[0],
+        formula=lambda x, ffn: reference.dense_ffn(x, ffn, activation),
+        max_kernel_tokens=MAX_MATVEC_TOKENS,
+    )
