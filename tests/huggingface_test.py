@@ -211,12 +211,12 @@ def test_wrong_paths(tmp_path, monkeypatch):
     assert read_checkpoint("~/m").config == read_checkpoint(tmp_path / "m").config
     with pytest.raises(FileNotFoundError, match="nope does not exist"):
         read_checkpoint(tmp_path / "nope")
-    with pytest.raises(ValueError, match="config.json: expected a Hugging Face model folder; it is a file"):
+    with pytest.raises(ValueError, match="config.json: a part of a Hugging Face model; give the folder"):
         read_checkpoint(tmp_path / "m" / "config.json")
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match="GGUF files are not supported yet"):
-        read_checkpoint(tmp_path / "x.gguf")
-    with pytest.raises(FileNotFoundError, match="has no config.json.*it holds: m, x.gguf"):
+    with pytest.raises(
+        FileNotFoundError, match="has no config.json.*it holds: m, x.gguf; give a GGUF file itself"
+    ):
         read_checkpoint(tmp_path)
     (tmp_path / "m" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):

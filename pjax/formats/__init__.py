@@ -1,7 +1,8 @@
 """Foreign files in: checkpoints, tokenizers and texts."""
 
 from pjax.formats.files import expand_path, read_json
-from pjax.formats.huggingface import read_checkpoint, write_checkpoint
+from pjax.formats.huggingface import write_checkpoint
+from pjax.formats.model_files import read_checkpoint
 from pjax.formats.text import read_texts
 from pjax.formats.tokenizer import load_tokenizer
 

@@ -27,6 +27,20 @@ class SourceTensor(NamedTuple):
     dtype: np.dtype
 
 
+class StoredPredictors(NamedTuple):
+    """PowerInfer's predictors as found in a file: fc2 @ relu(fc1 @ x), with x before the FFN's norm.
+
+    For a parallel block (Falcon) x is the layer's input.
+
+    Attributes:
+        layers: for each layer fc1 [rank, model] and fc2 [neurons, rank].
+        threshold: a neuron is predicted active if its score is at least this.
+    """
+
+    layers: tuple[tuple[SourceTensor, SourceTensor], ...]
+    threshold: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A model file or folder, opened but not read.
@@ -34,7 +48,9 @@ class Checkpoint:
     Attributes:
         config: what the decoder is.
         tensors: canonical dotted name (`layers.0.ffn.up`) to the tensor that fills it.
+        predictors: that the file brings along, or None.
     """
 
     config: ModelConfig
     tensors: dict[str, SourceTensor]
+    predictors: StoredPredictors | None = None

@@ -22,7 +22,7 @@ from pjax.formats.stored import FLOAT_TYPES, SINGLE_FILE, open_weights
 from pjax.model_config import ModelConfig
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, activation: str | None = None) -> Checkpoint:
+def read_folder(path: str | os.PathLike[str], *, activation: str | None = None) -> Checkpoint:
     """Opens a Hugging Face folder of a supported family; checks all of it, reads no weight yet.
 
     Args:
@@ -104,15 +104,13 @@ def _family_values(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 
 
 def _model_folder(path: Path) -> Path:
-    if path.is_file():
-        kind = "GGUF files are not supported yet" if path.suffix == ".gguf" else "it is a file"
-        raise ValueError(f"{path}: expected a Hugging Face model folder; {kind}.")
     if not path.is_dir():
-        raise FileNotFoundError(f"The model folder {path} does not exist.")
+        raise FileNotFoundError(f"The model {path} does not exist.")
     if not (path / "config.json").is_file():
         snapshots = [str(p) for p in sorted(path.glob("snapshots/*"))]
         listed = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
         hint = f"give {snapshots[-1]} instead" if snapshots else f"it holds: {listed}"
+        hint += "; give a GGUF file itself, not its folder" if ".gguf" in listed else ""
         raise FileNotFoundError(f"{path} has no config.json, so it is no Hugging Face model folder; {hint}.")
     return path
 
