@@ -52,6 +52,16 @@ class Ffn:
     up_bias: jax.Array | None = None
 
     @property
+    def model(self) -> int:
+        """Width of input and output."""
+        return self.up.shape[1]
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.gate is not None
+
+    @property
     def neurons(self) -> int:
         """Number of rows."""
         return self.up.shape[0]
@@ -61,6 +71,56 @@ class Ffn:
         """Bytes of one neuron: its rows and its biases."""
         arrays = jax.tree.leaves(self)
         return sum(a.dtype.itemsize * (a.shape[1] if a.ndim == 2 else 1) for a in arrays)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix whose rows are quantised in blocks of 32; `pjax.ops.pack_matrix` makes it.
+
+    Attributes:
+        rows: uint8 [out, bytes], each row's codes in the kernels' order, then its scales.
+        format: "q8_0" or "q4_0".
+        width: numbers in a row, a multiple of 32.
+    """
+
+    rows: jax.Array
+    format: str = dataclasses.field(metadata={"static": True})
+    width: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedFfn:
+    """An `Ffn` whose neurons are quantised, each one row; `pjax.pack_ffn` makes it.
+
+    Attributes:
+        rows: uint8 [neurons, bytes]: each neuron's gate, up and down (or up and down), packed as the rows of a
+            `PackedMatrix` are, one behind the other.
+        format: "q8_0" or "q4_0".
+        model: width of input and output, a multiple of 32.
+        gated: whether there is a gate.
+        gate_bias: [neurons] or None.
+        up_bias: [neurons] or None.
+    """
+
+    rows: jax.Array
+    format: str = dataclasses.field(metadata={"static": True})
+    model: int = dataclasses.field(metadata={"static": True})
+    gated: bool = dataclasses.field(metadata={"static": True})
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+
+    @property
+    def neurons(self) -> int:
+        """Number of rows."""
+        return self.rows.shape[0]
+
+    @property
+    def neuron_bytes(self) -> int:
+        """Bytes of one neuron: its row and its biases."""
+        biases = jax.tree.leaves((self.gate_bias, self.up_bias))
+        return self.rows.shape[1] + sum(bias.dtype.itemsize for bias in biases)
 
 
 class FfnCounts(NamedTuple):
@@ -204,6 +264,12 @@ class Placement:
     budget_bytes: int
     solve_s: float
 
+
+AnyFfn = Ffn | PackedFfn
+"""The weights of an FFN in any type."""
+
+Matrix = jax.Array | PackedMatrix
+"""A matrix [out, in] in any weight type."""
 
 AnyArray = jax.Array | np.ndarray
 """An array on a device or still in numpy."""

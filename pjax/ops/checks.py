@@ -6,12 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pjax.base import Ffn
+from pjax.base import AnyFfn, Matrix, PackedFfn, PackedMatrix
 from pjax.model_config import SPARSE_ACTIVATIONS, Activation
+from pjax.ops.packed import check_format, row_bytes
 
 
-def check_ffn(ffn: Ffn) -> None:
+def check_ffn(ffn: AnyFfn) -> None:
     """Raises ValueError unless the arrays of `ffn` fit together."""
+    if isinstance(ffn, PackedFfn):
+        return _check_packed_ffn(ffn)
     expect_float("ffn.up", ffn.up)
     if ffn.up.ndim != 2 or ffn.up.shape[1] == 0:
         raise ValueError(f"ffn.up: expected shape [neurons, model], model >= 1, got {list(ffn.up.shape)}.")
@@ -23,12 +26,35 @@ def check_ffn(ffn: Ffn) -> None:
         expect_shape(name, weight, (neurons, model), rows)
         if weight.dtype != ffn.up.dtype:
             raise ValueError(f"{name}: expected {ffn.up.dtype}, the type of ffn.up, got {weight.dtype}.")
+    _check_ffn_biases(ffn)
+
+
+def _check_packed_ffn(ffn: PackedFfn) -> None:
+    check_format(ffn.format, ffn.model, "ffn.model")
+    num_bytes = (3 if ffn.gated else 2) * row_bytes(ffn.format, ffn.model)
+    expect_packed("ffn.rows", ffn.rows, num_bytes, "neurons")
+    _check_ffn_biases(ffn)
+
+
+def _check_ffn_biases(ffn: AnyFfn) -> None:
     for name, bias in (("ffn.gate_bias", ffn.gate_bias), ("ffn.up_bias", ffn.up_bias)):
         if bias is not None:
             expect_float(name, bias)
-            expect_shape(name, bias, (neurons,), f"[neurons] = [{neurons}]")
-    if ffn.gate is None and ffn.gate_bias is not None:
-        raise ValueError("ffn.gate_bias: expected None, since ffn.gate is None; an ungated FFN uses up_bias.")
+            expect_shape(name, bias, (ffn.neurons,), f"[neurons] = [{ffn.neurons}]")
+    if not ffn.gated and ffn.gate_bias is not None:
+        raise ValueError("ffn.gate_bias: expected None, since there is no gate; an ungated FFN uses up_bias.")
+
+
+def check_matrix(weight: Matrix) -> tuple[int, int]:
+    """The shape [out, in] of a matrix; raises ValueError unless it is one."""
+    if isinstance(weight, PackedMatrix):
+        check_format(weight.format, weight.width, "weight")
+        expect_packed("weight.rows", weight.rows, row_bytes(weight.format, weight.width), "out")
+        return weight.rows.shape[0], weight.width
+    expect_float("weight", weight)
+    if weight.ndim != 2:
+        raise ValueError(f"weight: expected shape [out, in], got {list(weight.shape)}.")
+    return weight.shape
 
 
 def check_input(x: jax.Array, model: int, *, ranks: tuple[int, ...] | None) -> None:
@@ -63,7 +89,7 @@ def check_mask(active_mask: jax.Array | None, x: jax.Array, neurons: int) -> Non
         raise ValueError(f"active_mask: expected shape {formula}, got {list(active_mask.shape)}.")
 
 
-def check_activation(activation: str, ffn: Ffn, *, sparse: bool) -> Activation:
+def check_activation(activation: str, ffn: AnyFfn, *, sparse: bool) -> Activation:
     """The parsed activation; raises ValueError unless it fits the FFN, and leaves zeros if `sparse`."""
     parsed = Activation.parse(activation)
     if sparse and not parsed.is_sparse:
@@ -71,8 +97,8 @@ def check_activation(activation: str, ffn: Ffn, *, sparse: bool) -> Activation:
             f"activation: expected one of {', '.join(SPARSE_ACTIVATIONS)}, got {activation!r}, which leaves "
             'no neuron at exactly zero; run this model in mode "dense" (pjax.ops.dense_ffn).'
         )
-    if parsed.name == "drelu" and ffn.gate is None:
-        raise ValueError('activation: "drelu" rectifies gate and up, but ffn.gate is None.')
+    if parsed.name == "drelu" and not ffn.gated:
+        raise ValueError('activation: "drelu" rectifies gate and up, but this FFN has no gate.')
     return parsed
 
 
@@ -80,6 +106,15 @@ def expect_shape(name: str, array: jax.Array, shape: tuple[int, ...], formula: s
     """Raises ValueError unless the array has the shape, which `formula` spells for the reader."""
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {formula}, got {list(array.shape)}.")
+
+
+def expect_packed(name: str, rows: jax.Array, num_bytes: int, axis: str) -> None:
+    """Raises ValueError unless rows are uint8 [axis, num_bytes]."""
+    if rows.dtype != jnp.uint8 or rows.ndim != 2 or rows.shape[1] != num_bytes:
+        raise ValueError(
+            f"{name}: expected uint8 [{axis}, {num_bytes}], got {rows.dtype} {list(rows.shape)}; was it packed "
+            "by pack_ffn or pack_matrix, with this format and width?"
+        )
 
 
 def expect_float(name: str, array: Any) -> None:

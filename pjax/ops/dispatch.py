@@ -82,7 +82,7 @@ def dispatch(
             raise RuntimeError(f'implementation: "cpu" was asked for, but {reason}.')
         if not readable:
             got = jnp.dtype(dtype)
-            raise ValueError(f'implementation: "cpu" reads float32 and bfloat16, got {got}; use None.')
+            raise ValueError(f'implementation: "cpu" does not read weights of {got}; use None.')
         return kernel(*args)
     if not (readable and prefer_kernel and _kernels_usable()):
         return formula(*args)

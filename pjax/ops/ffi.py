@@ -9,16 +9,20 @@ import os
 import pathlib
 import re
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pjax.base import Ffn
+from pjax.base import AnyFfn, Matrix, PackedFfn, PackedMatrix
 from pjax.model_config import Activation
 
 WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16)
-"""Weight types that the kernels read."""
+"""Types of arrays of weights that the kernels read; uint8 are packed rows."""
+
+_FORMATS = {"q8_0": np.int64(1), "q4_0": np.int64(2)}
+"""Their numbers in the handlers; 0 is a float type, which its array tells."""
 
 _LIBRARY_NAME = "libpjax_cpu.so"
 _TARGETS = ("pjax_sparse_ffn", "pjax_matvec", "pjax_stream_sum", "pjax_address")
@@ -36,13 +40,13 @@ def unusable_reason() -> str | None:
 
 
 def sparse_ffn(
-    x: jax.Array, ffn: Ffn, active_mask: jax.Array | None, activation: Activation, *, every_neuron: bool
+    x: jax.Array, ffn: AnyFfn, active_mask: jax.Array | None, activation: Activation, *, every_neuron: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel behind `pjax.sparse_ffn`.
 
     Args:
         x: float32 [batch, model].
-        ffn: float32 or bfloat16 weights.
+        ffn: the weights.
         active_mask: bool [batch, neurons] or None for all.
         activation: a sparse one.
         every_neuron: whether to read all rows, even those that the gate closes.
@@ -52,35 +56,38 @@ def sparse_ffn(
     """
     batch, model = x.shape
     results = (jax.ShapeDtypeStruct((batch, model), jnp.float32), jax.ShapeDtypeStruct((3, batch), jnp.int32))
-    gate = jnp.zeros((0, model), ffn.up.dtype) if ffn.gate is None else ffn.gate
     mask = jnp.zeros((0, 0), bool) if active_mask is None else active_mask
     biases = (_float32_or_empty(ffn.gate_bias), _float32_or_empty(ffn.up_bias))
-    call = jax.ffi.ffi_call("pjax_sparse_ffn", results)
-    y, counts = call(
-        x,
-        gate,
-        ffn.up,
-        ffn.down,
-        *biases,
-        mask,
-        threshold=np.float32(activation.threshold),
-        square=np.bool_(activation.name == "relu2"),
-        rectify_up=np.bool_(activation.name == "drelu"),
-        every_neuron=np.bool_(every_neuron),
-    )
+    attributes: dict[str, Any] = {
+        "threshold": np.float32(activation.threshold),
+        "square": np.bool_(activation.name == "relu2"),
+        "rectify_up": np.bool_(activation.name == "drelu"),
+        "every_neuron": np.bool_(every_neuron),
+    }
+    if isinstance(ffn, PackedFfn):
+        attributes |= {"format": _FORMATS[ffn.format], "gated": np.bool_(ffn.gated)}
+        y, counts = jax.ffi.ffi_call("pjax_packed_ffn", results)(x, ffn.rows, *biases, mask, **attributes)
+    else:
+        gate = jnp.zeros((0, model), ffn.up.dtype) if ffn.gate is None else ffn.gate
+        call = jax.ffi.ffi_call("pjax_sparse_ffn", results)
+        y, counts = call(x, gate, ffn.up, ffn.down, *biases, mask, **attributes)
     return y, counts
 
 
-def matvec(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+def matvec(x: jax.Array, weight: Matrix, bias: jax.Array | None) -> jax.Array:
     """The kernel behind `pjax.ops.matvec`.
 
     Args:
         x: float32 [batch, in].
-        weight: float32 or bfloat16 [out, in].
+        weight: [out, in].
         bias: [out] or None.
     """
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("pjax_matvec", result)(x, weight, _float32_or_empty(bias))
+    packed = isinstance(weight, PackedMatrix)
+    rows, format = (weight.rows, _FORMATS[weight.format]) if packed else (weight, np.int64(0))
+    result = jax.ShapeDtypeStruct((x.shape[0], rows.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("pjax_matvec", result)(
+        x, rows, _float32_or_empty(bias), **({"format": format} if packed else {})
+    )
 
 
 def stream_sum(x: jax.Array) -> jax.Array:

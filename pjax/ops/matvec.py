@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from pjax.base import Matrix
 from pjax.ops import checks, ffi, reference
 from pjax.ops.dispatch import Implementation, dispatch, make_operator
 
@@ -14,7 +15,7 @@ from so many tokens on that is worth more than its slower start."""
 
 def matvec(
     x: jax.Array,
-    weight: jax.Array,
+    weight: Matrix,
     bias: jax.Array | None = None,
     *,
     implementation: Implementation | None = None,
@@ -23,7 +24,7 @@ def matvec(
 
     Args:
         x: [batch, in] or [in].
-        weight: [out, in]; the kernel reads float32 and bfloat16 in place.
+        weight: [out, in]; the kernel reads it in place.
         bias: [out] or None.
         implementation: "reference", "cpu", or None: by the platform the program is lowered for.
 
@@ -34,10 +35,7 @@ def matvec(
         ValueError: shapes or types do not fit.
         RuntimeError: implementation is "cpu" and the kernels cannot be used here.
     """
-    checks.expect_float("weight", weight)
-    if weight.ndim != 2:
-        raise ValueError(f"weight: expected shape [out, in], got {list(weight.shape)}.")
-    num_outputs, num_inputs = weight.shape
+    num_outputs, num_inputs = checks.check_matrix(weight)
     checks.check_input(x, num_inputs, ranks=(1, 2))
     if bias is not None:
         checks.expect_float("bias", bias)

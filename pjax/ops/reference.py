@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pjax.base import Ffn, FfnCounts
+from pjax.base import AnyFfn, Ffn, FfnCounts, Matrix, PackedFfn, PackedMatrix
 from pjax.model_config import Activation
+from pjax.ops.packed import round_input, unpack_ffn, unpack_matrix
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -27,19 +28,21 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     )
 
 
-def matvec(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`x @ weight.T + bias` in float32.
+def matvec(x: jax.Array, weight: Matrix, bias: jax.Array | None = None) -> jax.Array:
+    """`x @ weight.T + bias` in float32; x is rounded as `round_input` does where the weight is quantised.
 
     Args:
         x: [..., in].
         weight: [out, in].
         bias: [out] or None.
     """
+    if isinstance(weight, PackedMatrix):
+        x, weight = round_input(x.astype(jnp.float32)), unpack_matrix(weight)
     y = _multiply(x, weight, weight_axis=1)
     return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
 
 
-def ffn_values(x: jax.Array, ffn: Ffn, activation: Activation) -> jax.Array:
+def ffn_values(x: jax.Array, ffn: AnyFfn, activation: Activation) -> jax.Array:
     """What multiplies the down rows; see `Activation`.
 
     Args:
@@ -50,6 +53,7 @@ def ffn_values(x: jax.Array, ffn: Ffn, activation: Activation) -> jax.Array:
     Returns:
         float32 [..., neurons].
     """
+    x, ffn = _plain(x, ffn)
     up = matvec(x, ffn.up, ffn.up_bias)
     if ffn.gate is None:
         return activate(up, activation)
@@ -57,7 +61,7 @@ def ffn_values(x: jax.Array, ffn: Ffn, activation: Activation) -> jax.Array:
     return activate(matvec(x, ffn.gate, ffn.gate_bias), activation) * up
 
 
-def dense_ffn(x: jax.Array, ffn: Ffn, activation: Activation) -> jax.Array:
+def dense_ffn(x: jax.Array, ffn: AnyFfn, activation: Activation) -> jax.Array:
     """`ffn_values(x) @ down`, every neuron.
 
     Args:
@@ -65,11 +69,12 @@ def dense_ffn(x: jax.Array, ffn: Ffn, activation: Activation) -> jax.Array:
         ffn: the weights.
         activation: the function between the matrices.
     """
+    x, ffn = _plain(x, ffn)
     return _multiply(ffn_values(x, ffn, activation), ffn.down, weight_axis=0)
 
 
 def sparse_ffn(
-    x: jax.Array, ffn: Ffn, active_mask: jax.Array | None, activation: Activation
+    x: jax.Array, ffn: AnyFfn, active_mask: jax.Array | None, activation: Activation
 ) -> tuple[jax.Array, FfnCounts]:
     """The FFN restricted to the neurons of the mask, with its counts.
 
@@ -79,6 +84,7 @@ def sparse_ffn(
         active_mask: bool [batch, neurons], or None for all of them.
         activation: a sparse one.
     """
+    x, ffn = _plain(x, ffn)
     shape = (x.shape[0], ffn.neurons)
     mask = jnp.ones(shape, bool) if active_mask is None else active_mask
     opener = matvec(x, ffn.up, ffn.up_bias) if ffn.gate is None else matvec(x, ffn.gate, ffn.gate_bias)
@@ -102,6 +108,11 @@ def stream_sum(x: jax.Array) -> jax.Array:
     if per_word > 1:
         flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
     return lax.bitcast_convert_type(flat, jnp.uint32).sum(dtype=jnp.uint32)
+
+
+def _plain(x: jax.Array, ffn: AnyFfn) -> tuple[jax.Array, Ffn]:
+    """A quantised FFN as floats, and x rounded as its kernels do."""
+    return (round_input(x.astype(jnp.float32)), unpack_ffn(ffn)) if isinstance(ffn, PackedFfn) else (x, ffn)
 
 
 def _multiply(x: jax.Array, weight: jax.Array, weight_axis: int) -> jax.Array:

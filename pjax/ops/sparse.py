@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pjax.base import Ffn, FfnCounts
+from pjax.base import AnyFfn, FfnCounts
 from pjax.model_config import Activation
 from pjax.ops import checks, ffi, reference
 from pjax.ops.dispatch import Implementation, check_implementation, make_operator
@@ -15,7 +15,7 @@ from pjax.ops.matvec import MAX_MATVEC_TOKENS
 
 def sparse_ffn(
     x: jax.Array,
-    ffn: Ffn,
+    ffn: AnyFfn,
     active_mask: jax.Array | None,
     *,
     activation: str,
@@ -30,7 +30,7 @@ def sparse_ffn(
 
     Args:
         x: [batch, model] or [model].
-        ffn: the weights; the kernel reads float32 and bfloat16 in place.
+        ffn: the weights; the kernel reads them in place.
         active_mask: bool [batch, neurons] or [neurons]; None: every neuron may open.
         activation: "relu", "relu2", "drelu" or, with its threshold, "fatrelu:0.01".
         implementation: "reference", "cpu", or None: by the platform the program is lowered for.
@@ -47,7 +47,7 @@ def sparse_ffn(
 
 def sparse_ffn_counted(
     x: jax.Array,
-    ffn: Ffn,
+    ffn: AnyFfn,
     active_mask: jax.Array | None,
     *,
     activation: str,
@@ -62,7 +62,7 @@ def sparse_ffn_counted(
     """
     checks.check_ffn(ffn)
     parsed = checks.check_activation(activation, ffn, sparse=True)
-    checks.check_input(x, ffn.up.shape[1], ranks=(1, 2))
+    checks.check_input(x, ffn.model, ranks=(1, 2))
     checks.check_mask(active_mask, x, ffn.neurons)
     rows = checks.as_rows(x)
     if active_mask is not None:
@@ -73,7 +73,7 @@ def sparse_ffn_counted(
 
 
 def dense_ffn(
-    x: jax.Array, ffn: Ffn, *, activation: str, implementation: Implementation | None = None
+    x: jax.Array, ffn: AnyFfn, *, activation: str, implementation: Implementation | None = None
 ) -> jax.Array:
     """The FFN with every neuron: `f(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`; see `Activation`.
 
@@ -95,7 +95,7 @@ def dense_ffn(
     """
     checks.check_ffn(ffn)
     parsed = checks.check_activation(activation, ffn, sparse=False)
-    checks.check_input(x, ffn.up.shape[1], ranks=None)
+    checks.check_input(x, ffn.model, ranks=None)
     check_implementation(implementation)
     if parsed.is_sparse:
         return _dense(parsed)(checks.as_rows(x), ffn, implementation).reshape(x.shape)
@@ -108,7 +108,7 @@ def dense_ffn(
 
 @functools.cache
 def _sparse(activation: Activation) -> Callable:
-    def kernel(tokens: tuple[jax.Array, jax.Array | None], ffn: Ffn) -> tuple[jax.Array, FfnCounts]:
+    def kernel(tokens: tuple[jax.Array, jax.Array | None], ffn: AnyFfn) -> tuple[jax.Array, FfnCounts]:
         y, counts = ffi.sparse_ffn(tokens[0], ffn, tokens[1], activation, every_neuron=False)
         return y, FfnCounts(counts[0], counts[1], counts[2])
 
