@@ -1,11 +1,12 @@
 """`LLM`: one object that loads a model, or a prepared workdir, and generates text. It never prepares."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pjax.base import VERSION, Executor, Mode, Placement, Predictors
+from pjax.chat import encode_chat
 from pjax.executor import make_executor, on_host
 from pjax.formats import expand_path, load_tokenizer, read_json
 from pjax.generate import Generation, generate, stream
@@ -104,6 +105,29 @@ class LLM:
             **sampling: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop.
         """
         return generate(self.executor(mode), self.tokenizer, prompts, **sampling)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, mode: Mode | None = None, **sampling: Any
+    ) -> Generation:
+        """Answers the last of some messages, which the model's own chat template writes as one prompt.
+
+        The prompt is exactly what the template writes: it decides on the BOS id and on a system message
+        where there is none.
+
+        Args:
+            messages: `{"role": "user", "content": "..."}` and so on, see `chat.render_chat`.
+            mode: as of `generate`.
+            **sampling: as of `generate`.
+
+        Raises:
+            ValueError: the model has no chat template, messages of another form, or a template that refuses
+                them; and as `generate`.
+        """
+        answer = generate(
+            self.executor(mode), self.tokenizer, encode_chat(messages, self.tokenizer), **sampling
+        )
+        assert isinstance(answer, Generation)  # one prompt gives one
+        return answer
 
     def stream(
         self, prompt: str | Sequence[int], *, mode: Mode | None = None, **sampling: Any

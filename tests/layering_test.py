@@ -15,6 +15,7 @@ FLOORS = {
     "base": 0,
     "settings": 1,
     "workdir": 1,
+    "chat": 1,
     "ops": 1,
     "attention": 1,
     "formats": 1,
@@ -42,6 +43,9 @@ SAME_FLOOR = {("base", "model_config"), ("model", "layers"), ("report", "quality
 
 ONLY_IN = {
     "mip": {"placement"},
+    "jinja2": {"chat"},
+    "tokenizers": {"formats"},
+    "sentencepiece": {"formats"},
     "optax": {"predictor"},
     "ctypes": {"ops"},
     "absl": {"run"},

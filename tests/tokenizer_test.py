@@ -4,84 +4,22 @@ import json
 import shutil
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import pre_tokenizers, processors
 
 from pjax.formats import load_tokenizer
 from pjax.formats.tokenizer import Tokenizer
+from pjax.formats.tokenizer.fast import FastCodec
 from tests.cases import find_case
-
-SAMPLES = [
-    "Hello world",
-    "  two spaces",
-    "a  b   c",
-    "trailing ",
-    "",
-    " ",
-    "\n",
-    "naïve façade",
-    "日本語のテキスト",
-    "😀 👩\u200d👩\u200d👧",
-    "x\ufffdy\ufffd",
-]
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog",
-    "日本語のテキスト 日本語",
-    "naïve façade",
-    "a  b",
-] * 3
-
-
-def byte_level():
-    """A small tokenizer of OPT's kind, trained on the spot."""
-    library = tokenizers.Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    specials = ["<s>", "<pad>", "</s>", "<unk>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
-    )
-    library.train_from_iterator(CORPUS, trainer)
-    return library
-
-
-def byte_fallback():
-    """A small tokenizer of LLaMA's kind: a mark for each space, bytes for what is not in the vocabulary."""
-    pieces = [
-        "<s>",
-        "</s>",
-        "<unk>",
-        *(f"<0x{b:02X}>" for b in range(256)),
-        "▁",
-        *"abcdefghijklmnopqrstuvwxyz",
-        "▁a",
-    ]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    library = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
-    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    library.decoder = decoders.Sequence(steps)
-    library.add_special_tokens(["<s>", "</s>", "<unk>"])
-    return library
-
-
-LIBRARIES = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
-
-
-def stream_pieces(tokenizer, ids):
-    """The pieces of a stream, what is left at its end included."""
-    stream = tokenizer.stream()
-    return [*(stream.push(i) for i in ids), stream.flush()]
+from tests.tiny_tokenizer import LIBRARIES, SAMPLES, byte_level, stream_pieces
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
 @pytest.mark.parametrize("text", SAMPLES)
 def test_text_returns(kind, text):
     """Encode and decode are inverses; the library's own decoding of the whole agrees."""
-    tokenizer = Tokenizer(LIBRARIES[kind], None)
+    tokenizer = Tokenizer(FastCodec(LIBRARIES[kind]))
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text == LIBRARIES[kind].decode(ids)
 
@@ -91,7 +29,7 @@ def test_text_returns(kind, text):
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_stream_never_shows_half_a_character(kind, text):
     """Each piece is final: together the pieces are the text, and none invents a replacement."""
-    tokenizer = Tokenizer(LIBRARIES[kind], None)
+    tokenizer = Tokenizer(FastCodec(LIBRARIES[kind]))
     ids = LIBRARIES[kind].encode(text, add_special_tokens=False).ids
     pieces = stream_pieces(tokenizer, ids)
     assert "".join(pieces) == LIBRARIES[kind].decode(ids)
@@ -102,7 +40,7 @@ def test_stream_never_shows_half_a_character(kind, text):
 @given(ids=st.lists(st.integers(0, 330), max_size=60))
 def test_stream_of_any_ids(ids):
     """Ids that are no text, special or out of range too: the stream agrees with the library's decoding."""
-    tokenizer = Tokenizer(LIBRARIES["byte_level"], None)
+    tokenizer = Tokenizer(FastCodec(LIBRARIES["byte_level"]))
     assert (
         "".join(stream_pieces(tokenizer, ids)) == tokenizer.decode(ids) == LIBRARIES["byte_level"].decode(ids)
     )
@@ -120,16 +58,16 @@ def test_push_costs_the_same_at_the_end(kind, unit, monkeypatch):
     ids = library.encode("a", add_special_tokens=False).ids
     ids += 300 * (special.get(unit) or library.encode(f"a{unit}", add_special_tokens=False).ids[-1:])
     widths = []
-    decode = Tokenizer.decode_window
-    monkeypatch.setattr(Tokenizer, "decode_window", lambda self, w: widths.append(len(w)) or decode(self, w))
-    assert "".join(stream_pieces(Tokenizer(library, None), ids)) == library.decode(ids)
+    decode = FastCodec.decode
+    monkeypatch.setattr(FastCodec, "decode", lambda self, w: widths.append(len(w)) or decode(self, w))
+    assert "".join(stream_pieces(Tokenizer(FastCodec(library)), ids)) == library.decode(ids)
     assert max(widths) < 32
 
 
 def test_special_ids_do_not_disturb_the_text():
     """A special id between words, or inside a character, leaves the text as it was."""
     for kind, library in LIBRARIES.items():
-        tokenizer = Tokenizer(library, None)
+        tokenizer = Tokenizer(FastCodec(library))
         end = library.token_to_id("</s>")
         ids = library.encode("a a 日 a", add_special_tokens=False).ids
         spread = [i for pair in zip([end] * len(ids), ids, strict=True) for i in pair]
@@ -201,9 +139,9 @@ def test_wrong_folders(tmp_path):
         load_tokenizer(tmp_path / "nope")
     with pytest.raises(FileNotFoundError, match="has no tokenizer .*token ids still work"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(ValueError, match="tokenizer.model: SentencePiece models are not supported yet"):
-        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="file.txt: expected a GGUF file, but it begins b'text'"):
+        (tmp_path / "file.txt").write_text("text")
+        load_tokenizer(tmp_path / "file.txt")
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match="tokenizer.json:1:1: .*LFS pointer"):
         load_tokenizer(tmp_path)
@@ -214,7 +152,90 @@ def test_wrong_folders(tmp_path):
     with pytest.raises(ValueError, match="tokenizer_config.json: bos_token: .*found '<bos>'"):
         load_tokenizer(folder)
     with pytest.raises(ValueError, match="half a surrogate pair at character 1"):
-        Tokenizer(byte_level(), None).encode("a\ud800")
+        Tokenizer(FastCodec(byte_level())).encode("a\ud800")
+
+
+@pytest.mark.parametrize("style", ["added_tokens.json", "added_tokens_decoder"])
+def test_added_tokens_by_id(tmp_path, style):
+    """Tokens beside vocab.json have the ids that their file says, in whatever order it says them."""
+    library = byte_level()
+    size = library.get_vocab_size()
+    library.model.save(str(tmp_path))
+    named = {"eos_token": "<end>"}
+    if style == "added_tokens.json":
+        added = {"<word>": size + 1, "<end>": size}
+        (tmp_path / style).write_text(json.dumps(added))
+    else:
+        named[style] = {
+            str(size + 1): {"content": "<word>", "special": False},
+            str(size): {"content": "<end>", "special": True},
+        }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(tmp_path)
+    a, b = library.encode("a").ids, library.encode("b").ids
+    assert tokenizer.encode("a<word>b<end>") == [*a, size + 1, *b, size]
+    assert tokenizer.decode([*a, size + 1, *b, size]) == "a<word>b"
+    assert tokenizer.named_tokens == {"eos_token": "<end>"}
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (
+            "added_tokens.json",
+            {"<a>": 9999},
+            "'<a>' should have the id 9999, but the vocabulary leaves it 320",
+        ),
+        ("added_tokens.json", {"<a>": "1"}, "added_tokens.json: '<a>': expected a token id, found '1'"),
+        ("tokenizer_config.json", {"added_tokens_decoder": []}, None),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder: expected an object"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"x": {}}},
+            "expected a token under its id, found",
+        ),
+        ("tokenizer_config.json", {"chat_template": [{"name": "x"}]}, "chat_template: expected a text, or"),
+    ],
+)
+def test_wrong_added_tokens(tmp_path, name, content, message):
+    """A token that cannot have its id is refused, never moved."""
+    byte_level().model.save(str(tmp_path))
+    (tmp_path / name).write_text(json.dumps(content))
+    if message is None:
+        assert load_tokenizer(tmp_path).encode("a")
+        return
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "found, expected",
+    [
+        (None, None),
+        ("one", "one"),
+        ([{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}], "b"),
+        ([{"name": "only", "template": "a"}], "a"),
+    ],
+)
+def test_chat_template(tmp_path, found, expected):
+    """It comes from a file of its own, or from the settings: one text, or several with names."""
+    folder = save(tmp_path / "m", byte_level(), chat_template=found, bos_token="<s>")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.chat_template == expected
+    assert tokenizer.named_tokens == {"bos_token": "<s>"}
+    (folder / "chat_template.jinja").write_text("é", encoding="utf-8")
+    assert load_tokenizer(folder).chat_template == "é"
+
+
+def test_marked_text_has_no_other_bos(tmp_path):
+    """A text that writes its special tokens gets those and no more."""
+    folder = save(tmp_path / "m", byte_level(), add_bos_token=True, bos_token="<s>")
+    tokenizer = load_tokenizer(folder)
+    plain = byte_level().encode("the fox").ids
+    assert tokenizer.encode_marked("<s>the fox</s>") == [0, *plain, 2]
+    assert tokenizer.encode_marked("the fox") == plain
+    with pytest.raises(ValueError, match="half a surrogate pair"):
+        tokenizer.encode_marked("\ud800")
 
 
 @pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json merges.txt"])
