@@ -8,10 +8,20 @@
 namespace pjax {
 namespace {
 
+struct Activation {
+  const char* name;
+  float threshold;
+  bool square, rectify_up;
+};
+
+constexpr Activation kRelu{"relu", 0, false, false};
+constexpr Activation kDrelu{"drelu", 0, false, true};  // gated only
+
 struct Case {
   int64_t batch, neurons, model;
   bool gated, biased, every_neuron;
   double density;  // share of true mask entries; negative: no mask
+  Activation activation = kRelu;
 };
 
 struct Data {
@@ -28,7 +38,8 @@ struct Result {
 std::string Text(const std::string& kernels, const Case& c) {
   return kernels + ", batch " + std::to_string(c.batch) + ", neurons " + std::to_string(c.neurons) + ", model " +
          std::to_string(c.model) + (c.gated ? ", gated" : "") + (c.biased ? ", biased" : "") +
-         (c.every_neuron ? ", every neuron" : "") + ", density " + std::to_string(c.density);
+         (c.every_neuron ? ", every neuron" : "") + ", density " + std::to_string(c.density) + ", " +
+         c.activation.name;
 }
 
 Data MakeData(const Case& c, WeightType type) {
@@ -55,6 +66,9 @@ Result Run(const Case& c, const Data& data, const RowKernels& kernels, int num_t
   args.batch = c.batch;
   args.neurons = c.neurons;
   args.model = c.model;
+  args.threshold = c.activation.threshold;
+  args.square = c.activation.square;
+  args.rectify_up = c.activation.rectify_up;
   args.every_neuron = c.every_neuron;
   args.y = result.y.data();
   args.predicted = result.counts.data();
@@ -79,12 +93,15 @@ void CheckToken(const Case& c, const Data& data, const Result& result, int64_t t
     ++predicted;
     const double up = Product(data.up, n, x, c.model) + (c.biased ? data.up_bias[n] : 0);
     const double opener = c.gated ? Product(data.gate, n, x, c.model) + (c.biased ? data.gate_bias[n] : 0) : up;
-    open += opener > 0;
-    const double value = fmax(opener, 0) * (c.gated ? up : 1);
+    const bool is_open = opener > c.activation.threshold && !(c.activation.rectify_up && up <= 0);
+    open += is_open;
+    const double power = c.activation.square ? opener : 1;
+    const double value = is_open ? opener * power * (c.gated ? up : 1) : 0;
     // The error of each product is bounded by its terms, about model of size 1 each; so is the product's own size.
     for (int64_t i = 0; i < c.model; ++i) {
       expected[i] += value * data.down.values[n * c.model + i];
-      const double size = (fabs(value) + c.model + 10) * (c.gated ? fabs(up) + fabs(opener) + 1 : 1);
+      const double slope = (c.gated ? fabs(up) + fabs(opener) + 1 : 1) * 2 * (fabs(power) + 1);
+      const double size = fabs(value) + (c.model + 10) * slope;
       magnitude[i] += size * fabs(data.down.values[n * c.model + i]);
     }
   }
@@ -113,12 +130,32 @@ void Check(const Case& c) {
 
 // A gate that is not a number must reach the output: skipping it would hide that the model is broken.
 void CheckNan() {
-  const Case c{1, 8, 32, true, true, false, -1};
-  ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& text) {
-    Data data = MakeData(c, type);
-    data.gate_bias[5] = NAN;
-    PJAX_CHECK(isnan(Run(c, data, kernels, 1).y[0]), text);
-  });
+  for (const Activation& activation : {kRelu, kDrelu, Activation{"relu2", 0, true, false}}) {
+    const Case c{1, 8, 32, true, true, false, -1, activation};
+    ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& kernels_text) {
+      Data data = MakeData(c, type);
+      data.gate_bias[5] = NAN;
+      data.up_bias[5] = 1000;  // open, whatever the weights
+      PJAX_CHECK(isnan(Run(c, data, kernels, 1).y[0]), Text(kernels_text, c));
+    });
+  }
+}
+
+// Neurons whose gate is open and whose up is not leave groups of down rows with a gap, or with no row at all.
+void CheckClosedGroups() {
+  for (int64_t first : {0, 4, 8, 3}) {
+    for (int64_t count : {1, 4, 5, 12}) {
+      const Case c{1, 12, 33, true, true, false, -1, kDrelu};
+      ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& kernels_text) {
+        Data data = MakeData(c, type);
+        for (int64_t n = 0; n < c.neurons; ++n) {
+          data.gate_bias[n] = 1000;
+          data.up_bias[n] = n >= first && n < first + count ? -1000 : 1000;
+        }
+        CheckToken(c, data, Run(c, data, kernels, 1), 0, Text(kernels_text, c));
+      });
+    }
+  }
 }
 
 }  // namespace
@@ -126,17 +163,29 @@ void CheckNan() {
 
 int main() {
   using namespace pjax;
-  for (bool gated : {true, false}) {
-    for (int64_t neurons : {0, 1, 7, 33}) {
-      for (int64_t model : {1, 7, 33, 256}) {
-        for (double density : {-1.0, 0.0, 0.4, 1.0}) Check({2, neurons, model, gated, neurons != 7, false, density});
-        Check({1, neurons, model, gated, true, true, -1});
+  const Activation activations[] = {kRelu,
+                                    {"relu2", 0, true, false},
+                                    {"fatrelu:0.01", 0.01f, false, false},
+                                    {"fatrelu:0.7", 0.7f, false, false},
+                                    kDrelu};
+  for (const Activation& activation : activations) {
+    for (bool gated : {true, false}) {
+      if (!gated && activation.rectify_up) continue;
+      for (int64_t neurons : {0, 1, 7, 33}) {
+        for (int64_t model : {1, 7, 33, 256}) {
+          if (model == 256 && activation.name != kRelu.name) continue;  // rows know no activation
+          for (double density : {-1.0, 0.0, 0.4, 1.0}) {
+            Check({2, neurons, model, gated, neurons != 7, false, density, activation});
+          }
+          Check({1, neurons, model, gated, true, true, -1, activation});
+        }
       }
+      Check({6, 1500, 257, gated, true, false, 0.3, activation});  // several ranges, several forks
+      Check({0, 33, 33, gated, true, false, 0.5, activation});
+      if (activation.name == kRelu.name) Check({1, 1500, 256, gated, false, true, -1, activation});
     }
-    Check({6, 1500, 257, gated, true, false, 0.3});  // several ranges, several forks
-    Check({1, 1500, 256, gated, false, true, -1});
-    Check({0, 33, 33, gated, true, false, 0.5});
   }
+  CheckClosedGroups();
   CheckNan();
   return 0;
 }
