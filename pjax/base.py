@@ -95,7 +95,7 @@ class PackedFfn:
     """An `Ffn` whose neurons are quantised, each one row; `pjax.pack_ffn` makes it.
 
     Attributes:
-        rows: uint8 [neurons, bytes]: each neuron's gate, up and down (or up and down), packed as the rows of a
+        rows: uint8 [neurons, bytes]: each neuron's gate (if any), up and down, packed as the rows of a
             `PackedMatrix` are, one behind the other.
         format: "q8_0" or "q4_0".
         model: width of input and output, a multiple of 32.

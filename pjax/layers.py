@@ -1,16 +1,20 @@
 """The importable sparse layer, and the `ffn_fn`s that run it densely, exactly or predicted."""
 
 import math
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from pjax import ops
-from pjax.base import Ffn, FfnCounts, FfnFn, Predictors
+from pjax.base import AnyFfn, Ffn, FfnCounts, FfnFn, PackedFfn, Predictors
 from pjax.model_config import Activation
 from pjax.predictor import predict_mask
+
+
+class PackedRows(nnx.Variable):
+    """Quantised weights, uint8 [rows, bytes]: no `nnx.Param`, so gradients of parameters leave them alone."""
 
 
 class SparseFfn(nnx.Module):
@@ -54,7 +58,10 @@ class SparseFfn(nnx.Module):
             return nnx.Param(jnp.zeros(width)) if wanted else None
 
         self.activation = activation
-        self.gate = rows(model) if gated else None
+        self.model, self.gated = model, gated
+        self.packed = nnx.data(None)
+        self.format: str | None = None
+        self.gate = rows(model) if gated else nnx.data(None)
         self.up = rows(model)
         self.down = rows(neurons)
         self.gate_bias = zeros(neurons, bias and gated)
@@ -106,33 +113,40 @@ class SparseFfn(nnx.Module):
         return layer
 
     @property
-    def weights(self) -> Ffn:
+    def weights(self) -> AnyFfn:
         """The neurons as rows, without the down bias."""
 
-        def value(param: nnx.Param | None) -> jax.Array | None:
+        def value(param: nnx.Variable | None) -> Any:
             return None if param is None else param[...]
 
-        return Ffn(
-            gate=value(self.gate),
-            up=self.up[...],
-            down=self.down[...],
-            gate_bias=value(self.gate_bias),
-            up_bias=value(self.up_bias),
-        )
+        biases = {"gate_bias": value(self.gate_bias), "up_bias": value(self.up_bias)}
+        if self.packed is not None:
+            return PackedFfn(self.packed[...], self.format, self.model, self.gated, **biases)
+        return Ffn(gate=value(self.gate), up=value(self.up), down=value(self.down), **biases)
 
-    def set_weights(self, ffn: Ffn) -> None:
-        """Replaces the neurons, by as many or as few as `ffn` has; the down bias stays.
+    def set_weights(self, ffn: AnyFfn) -> None:
+        """Replaces the neurons, by as many or as few as `ffn` has, of any type; the down bias stays.
 
         Raises:
             ValueError: if `ffn` has a gate or a bias that this layer lacks, or the other way round.
         """
-        for name in ("gate", "up", "down", "gate_bias", "up_bias"):
-            param, value = getattr(self, name), getattr(ffn, name)
-            if (param is None) != (value is None):
-                has, comes = ("has none", "one") if param is None else ("has one", "none")
-                raise ValueError(f"ffn.{name}: this layer {has}, but {comes} came")
-            if param is not None:
-                param.set_value(value)
+        for name, has, comes in (
+            ("gate", self.gated, ffn.gated),
+            ("gate_bias", self.gate_bias is not None, ffn.gate_bias is not None),
+            ("up_bias", self.up_bias is not None, ffn.up_bias is not None),
+        ):
+            if has != comes:
+                wrong = "has one, but none" if has else "has none, but one"
+                raise ValueError(f"ffn.{name}: this layer {wrong} came")
+        packed = isinstance(ffn, PackedFfn)
+        self.packed = PackedRows(ffn.rows) if packed else None
+        self.format = ffn.format if packed else None
+        for name in ("gate", "up", "down"):
+            rows = None if packed else getattr(ffn, name)
+            setattr(self, name, None if rows is None else nnx.Param(rows))
+        for name in ("gate_bias", "up_bias"):
+            if getattr(ffn, name) is not None:
+                getattr(self, name).set_value(getattr(ffn, name))
 
     def add_down_bias(self, y: jax.Array) -> jax.Array:
         """`y + down_bias` for y [..., model], the sum of the blocks."""
@@ -155,7 +169,7 @@ class SparseFfn(nnx.Module):
 
     def counted(self, x: jax.Array, active_mask: jax.Array | None = None) -> tuple[jax.Array, FfnCounts]:
         """As the call itself, with the number of neurons predicted, computed and active per token."""
-        leading, tokens, neurons = x.shape[:-1], math.prod(x.shape[:-1]), self.up.shape[0]
+        leading, tokens, neurons = x.shape[:-1], math.prod(x.shape[:-1]), self.weights.neurons
         if active_mask is not None:
             if active_mask.shape not in ((*leading, neurons), (neurons,)):
                 raise ValueError(

@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jax.core import Tracer
 
 from pjax import ops
 from pjax.attention import KvCache, alibi_slopes, append, attend, attend_prompt, rotate
-from pjax.base import FfnFn
+from pjax.base import FfnFn, Matrix, PackedMatrix
 from pjax.formats import read_checkpoint
-from pjax.layers import SparseFfn, dense_ffn_fn
+from pjax.formats.mapped import load_array
+from pjax.layers import PackedRows, SparseFfn, dense_ffn_fn
 from pjax.model_config import ModelConfig
 from pjax.workdir import fingerprint
 
@@ -24,21 +26,47 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias`, x [batch, seq, in] to float32 [batch, seq, out]; weight [out, in]."""
+    """`x @ weight.T + bias`, x [batch, seq, in] to float32 [batch, seq, out]; weight [out, in] of any type.
 
-    def __init__(self, in_width: int, out_width: int, *, bias: bool, rngs: nnx.Rngs):
-        self.weight = _normal(rngs, (out_width, in_width), in_width**-0.5)
+    Args:
+        in_width: numbers in.
+        out_width: numbers out.
+        bias: whether there is one.
+        scale: standard deviation of the initial weights; None for `in_width ** -0.5`.
+        rngs: of the initial weights.
+    """
+
+    def __init__(
+        self, in_width: int, out_width: int, *, bias: bool = False, scale: float | None = None, rngs: nnx.Rngs
+    ):
+        self.weight: nnx.Variable = _normal(rngs, (out_width, in_width), scale or in_width**-0.5)
         self.bias = nnx.Param(jnp.zeros(out_width)) if bias else None
+        self.width = in_width
+        self.format: str | None = None
+
+    @property
+    def matrix(self) -> Matrix:
+        """The weight [out, in]."""
+        weight = self.weight[...]
+        return weight if self.format is None else PackedMatrix(weight, self.format, self.width)
+
+    def pack(self, format: str) -> None:
+        """Quantises the weight, see `ops.pack_matrix`."""
+        matrix = ops.pack_matrix(self.weight[...], format)
+        self.weight, self.format = PackedRows(matrix.rows), format
+
+    def rows(self, ids: jax.Array) -> jax.Array:
+        """The weight's rows with these numbers: int32 [...] -> float32 [..., in]."""
+        rows = self.weight[...][ids]
+        if self.format is None:
+            return rows.astype(jnp.float32)
+        flat = PackedMatrix(rows.reshape(-1, rows.shape[-1]), self.format, self.width)
+        return ops.unpack_matrix(flat).reshape(*ids.shape, self.width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """See the class."""
-        y = project(x, self.weight[...])
+        y = ops.matvec(x.reshape(-1, x.shape[-1]), self.matrix).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...][None, None, :]
-
-
-def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x @ weight.T` in float32; x [batch, seq, in], weight [out, in] of any float type."""
-    return ops.matvec(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
 
 
 class Norm(nnx.Module):
@@ -177,16 +205,15 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = _normal(rngs, (config.vocab, config.embed_width), 0.02)
+        self.embed = Linear(config.embed_width, config.vocab, scale=0.02, rngs=rngs)
         rows = config.context + config.position_offset
         self.positions = _normal(rngs, (rows, config.model), 0.02) if config.learned_positions else None
         self.layers = nnx.List([DecoderLayer(config, index, rngs) for index in range(config.layers)])
         self.final_norm = Norm(config) if config.final_norm else None
         narrow = config.embed_width != config.model
-        self.project_in = _normal(rngs, (config.model, config.embed_width), 0.02) if narrow else None
-        self.project_out = _normal(rngs, (config.embed_width, config.model), 0.02) if narrow else None
-        shape = (config.vocab, config.embed_width)
-        self.head = None if config.tied else _normal(rngs, shape, config.embed_width**-0.5)
+        self.project_in = Linear(config.embed_width, config.model, rngs=rngs) if narrow else None
+        self.project_out = Linear(config.model, config.embed_width, rngs=rngs) if narrow else None
+        self.head = None if config.tied else Linear(config.embed_width, config.vocab, rngs=rngs)
 
     @property
     def cache_dtype(self) -> jnp.dtype:
@@ -195,15 +222,15 @@ class Decoder(nnx.Module):
         XLA's CPU backend updates a bfloat16 array by converting all of it to float32 and back, which for
         one new row of 1024 takes 120 us instead of 10.
         """
-        return jnp.dtype(jnp.float32 if self.embed[...].dtype == jnp.float32 else jnp.uint16)
+        return jnp.dtype(jnp.float32 if self.embed.weight[...].dtype == jnp.float32 else jnp.uint16)
 
     def embed_ids(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
         """int32 [batch, seq] ids and positions -> float32 residual [batch, seq, model]."""
-        x = self.embed[...][ids].astype(jnp.float32)
+        x = self.embed.rows(ids)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
         if self.project_in is not None:
-            x = project(x, self.project_in[...])
+            x = self.project_in(x)
         if self.positions is not None:
             x = x + self.positions[...][positions + self.config.position_offset].astype(jnp.float32)
         return x
@@ -214,8 +241,8 @@ class Decoder(nnx.Module):
         if self.config.logit_scale != 1.0:
             x = x * self.config.logit_scale
         if self.project_out is not None:
-            x = project(x, self.project_out[...])
-        return project(x, (self.embed if self.head is None else self.head)[...])
+            x = self.project_out(x)
+        return (self.embed if self.head is None else self.head)(x)
 
     def run(
         self,
@@ -275,11 +302,15 @@ def load_model(
         raise ValueError(f'dtype: expected None, "float32", "bfloat16" or "float16", got {dtype!r}')
     checkpoint = read_checkpoint(path, activation=activation)
     config, tensors = checkpoint.config, checkpoint.tensors
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    # Only shapes are wanted: the streams of nnx.Rngs, traced, would take longer than reading the weights.
+    key = jax.random.key(0)
+    rngs: Any = SimpleNamespace(params=lambda: key)
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=rngs))
     for variable_path, variable in nnx.to_flat_state(nnx.state(model)):
-        array = tensors[weight_name(variable_path)].read()
-        matrix_dtype = array.dtype if dtype is None else jnp.dtype(dtype)
-        variable.set_value(jnp.asarray(array, jnp.float32 if array.ndim == 1 else matrix_dtype))
+        tensor = tensors[weight_name(variable_path)]
+        matrix_dtype = tensor.dtype if dtype is None else jnp.dtype(dtype)
+        array = load_array(tensor, np.dtype(np.float32) if len(tensor.shape) == 1 else matrix_dtype)
+        variable.set_value(jax.device_put(array))
     return model
 
 

@@ -172,11 +172,10 @@ def bytes_per_token(
         kv_tokens: tokens in the KV cache.
     """
     config = model.config
-    itemsize = model.layers[0].ffn.up[...].dtype.itemsize
-    row_bytes = config.model * itemsize
-    dense = sum(a.nbytes for layer in model.layers for a in jax.tree.leaves(nnx.state(layer.attention)))
+    row_bytes = model.layers[0].ffn.weights.neuron_bytes // (3 if config.gated else 2)
     head = model.embed if model.head is None else model.head
-    dense += head[...].nbytes
+    modules = [head, *(layer.attention for layer in model.layers)]
+    dense = sum(a.nbytes for module in modules for a in jax.tree.leaves(nnx.state(module)))
     dense += 2 * config.layers * config.kv_heads * config.head_dim * kv_tokens * model.cache_dtype.itemsize
     dense += sum(report.bytes for report in predictors.reports) if predictors else 0
     return int(dense + row_bytes * (rows[0] + rows[1] * (2 if config.gated else 1)))

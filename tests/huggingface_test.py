@@ -38,7 +38,7 @@ def test_llama_weights(tmp_path, options, dtype):
     assert names["layers.1.ffn.down"].shape == (40, MODEL)
     assert names["layers.0.attention_norm.scale"].name == "model.layers.0.input_layernorm.weight"
     assert names["layers.0.ffn_norm.scale"].name == "model.layers.0.post_attention_layernorm.weight"
-    assert ("head" in names) == (not options.get("tied"))
+    assert ("head.weight" in names) == (not options.get("tied"))
     assert ("layers.0.ffn.gate_bias" in names) == bool(options.get("bias"))
 
 
@@ -53,7 +53,7 @@ def test_opt_weights(tmp_path, bias):
     assert names["layers.0.attention_norm.scale"].name.endswith("layers.0.self_attn_layer_norm.weight")
     assert names["layers.0.ffn_norm.bias"].name.endswith("layers.0.final_layer_norm.bias")
     assert names["layers.0.ffn.up"].name.endswith("layers.0.fc1.weight")
-    assert "head" not in names and "layers.0.ffn.gate" not in names
+    assert "head.weight" not in names and "layers.0.ffn.gate" not in names
     assert ("layers.1.ffn.down_bias" in names) == bias
     config = checkpoint.config
     assert (config.family, config.position_offset, config.norm_eps, config.tied) == ("opt", 2, 1e-5, True)
@@ -250,7 +250,7 @@ def test_write_refuses(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="already exists"):
         write_checkpoint(tmp_path / "m", checkpoint.config, arrays)
     with pytest.raises(ValueError, match=r"2 do not fit the config: embed: .*found None; head: .*\(2,\)"):
-        wrong = {n: a for n, a in arrays.items() if n != "embed"} | {"head": np.ones(2)}
+        wrong = {n: a for n, a in arrays.items() if n != "embed.weight"} | {"head.weight": np.ones(2)}
         write_checkpoint(tmp_path / "new", checkpoint.config, wrong)
     with pytest.raises(ValueError, match="Hugging Face llama cannot express gated=False, alibi=True"):
         write_checkpoint(tmp_path / "new", checkpoint.config.replace(gated=False, alibi=True), arrays)

@@ -115,7 +115,7 @@ def test_blocks_of_queries_change_nothing(seq):
 def test_dtype_converts_matrices_and_keeps_vectors(tmp_path):
     tiny_opt(tmp_path / "model")
     model = load_model(tmp_path / "model", dtype="bfloat16")
-    assert model.embed[...].dtype == model.layers[0].ffn.down[...].dtype == jnp.bfloat16
+    assert model.embed.weight[...].dtype == model.layers[0].ffn.down[...].dtype == jnp.bfloat16
     assert model.layers[0].ffn.up_bias[...].dtype == model.final_norm.scale[...].dtype == jnp.float32
     assert model.cache_dtype == jnp.uint16  # the bits of bfloat16
     with pytest.raises(ValueError, match="dtype: expected .* got 'int3'"):

@@ -163,6 +163,6 @@ def test_ids_that_do_not_fit(model):
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
 def test_senseless_logits_are_refused(model, value):
     broken = nnx.clone(model)
-    broken.head.set_value(broken.head[...] * value)
+    broken.head.weight.set_value(broken.head.weight[...] * value)
     with pytest.raises(ValueError, match=r"perplexity: mode 'dense' gives log-likelihoods of .* a token"):
         measure_quality(broken, ROWS, ("dense",))

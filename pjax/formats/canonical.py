@@ -12,17 +12,18 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         config: what the decoder is.
     """
     model = config.model
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, config.embed_width)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab, config.embed_width)}
     if config.learned_positions:
         shapes["positions"] = (config.context + config.position_offset, model)
     if config.embed_width != model:
-        shapes |= {"project_in": (model, config.embed_width), "project_out": (config.embed_width, model)}
+        width = config.embed_width
+        shapes |= {"project_in.weight": (model, width), "project_out.weight": (width, model)}
     for index in range(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(config, index).items()}
     if config.final_norm:
         shapes |= _norm_shapes("final_norm", config)
     if not config.tied:
-        shapes["head"] = (config.vocab, config.embed_width)
+        shapes["head.weight"] = (config.vocab, config.embed_width)
     return shapes
 
 

@@ -18,6 +18,7 @@ from pjax.formats.checkpoint import Checkpoint, SourceTensor
 from pjax.formats.config_file import ConfigFile
 from pjax.formats.families import FAMILIES, Family, Source, find_family, layout_of, to_files
 from pjax.formats.files import expand_path, read_json
+from pjax.formats.mapped import drop_pages
 from pjax.formats.stored import FLOAT_TYPES, SINGLE_FILE, open_weights
 from pjax.model_config import ModelConfig
 
@@ -120,13 +121,13 @@ def _match_tensors(
 ) -> dict[str, SourceTensor]:
     """Finds each weight that the config calls for, and checks type and shape."""
     # Checkpoints saved from the bare model, without its head, lack the outer name.
-    outer = family.file_name("embed", config, stored).split(".")[0] + "."
+    outer = family.file_name("embed.weight", config, stored).split(".")[0] + "."
     prefix = outer if not any(name.startswith(outer) for name in stored) else ""
     tensors, used = {}, set()
     for name, shape in weight_shapes(config).items():
         file_name = family.file_name(name, config, stored).removeprefix(prefix)
         if file_name not in stored:
-            why = " (tie_word_embeddings is false)" if name == "head" else ""
+            why = " (tie_word_embeddings is false)" if name == "head.weight" else ""
             raise ValueError(f"{folder}: the weights lack the tensor {file_name}{why}, shape {list(shape)}.")
         found = stored[file_name]
         layout = layout_of(name, config, family)
@@ -137,7 +138,8 @@ def _match_tensors(
             )
         if found.dtype not in FLOAT_TYPES.values():
             raise ValueError(
-                f"{found.file}: {file_name}: expected one of the types {', '.join(FLOAT_TYPES)}."
+                f"{found.file}: {file_name}: expected one of the types {', '.join(FLOAT_TYPES)}, "
+                f"found {found.dtype}."
             )
         tensors[name] = found._replace(read=partial(_read_with, layout.to_canonical, found.read), shape=shape)
         used.add(file_name)
@@ -150,7 +152,11 @@ def _match_tensors(
 def _read_with(
     to_canonical: Callable[[np.ndarray], np.ndarray], read: Callable[[], np.ndarray]
 ) -> np.ndarray:
-    return to_canonical(read())
+    stored = read()
+    canonical = to_canonical(stored)
+    if not np.may_share_memory(canonical, stored):  # this layout had to copy, and is done with the file
+        drop_pages(stored)
+    return canonical
 
 
 def _is_harmless(file_name: str, config: ModelConfig) -> bool:

@@ -2,6 +2,10 @@
 
 from pjax.ops.matvec import matvec as matvec
 from pjax.ops.matvec import stream_sum as stream_sum
+from pjax.ops.packed import pack_ffn as pack_ffn
+from pjax.ops.packed import pack_matrix as pack_matrix
+from pjax.ops.packed import unpack_ffn as unpack_ffn
+from pjax.ops.packed import unpack_matrix as unpack_matrix
 from pjax.ops.sparse import dense_ffn as dense_ffn
 from pjax.ops.sparse import sparse_ffn as sparse_ffn
 from pjax.ops.sparse import sparse_ffn_counted as sparse_ffn_counted

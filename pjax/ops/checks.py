@@ -112,8 +112,8 @@ def expect_packed(name: str, rows: jax.Array, num_bytes: int, axis: str) -> None
     """Raises ValueError unless rows are uint8 [axis, num_bytes]."""
     if rows.dtype != jnp.uint8 or rows.ndim != 2 or rows.shape[1] != num_bytes:
         raise ValueError(
-            f"{name}: expected uint8 [{axis}, {num_bytes}], got {rows.dtype} {list(rows.shape)}; was it packed "
-            "by pack_ffn or pack_matrix, with this format and width?"
+            f"{name}: expected uint8 [{axis}, {num_bytes}], got {rows.dtype} {list(rows.shape)}; was it "
+            "packed by pack_ffn or pack_matrix, with this format and width?"
         )
 
 

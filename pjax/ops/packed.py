@@ -115,7 +115,7 @@ def dequantise(rows: jax.Array, format: str, width: int) -> jax.Array:
 
 
 def round_input(x: jax.Array) -> jax.Array:
-    """x as the kernels of quantised weights see it: int8 codes with one scale per block of 32.
+    """What the kernels of quantised weights see of x: int8 codes with one scale per block of 32.
 
     `round(127 x / max|x|) max|x| / 127` within each block. Its gradient is that of the identity.
 
