@@ -15,7 +15,8 @@ class SourceTensor(NamedTuple):
     Attributes:
         name: the tensor's name in the file, for messages.
         file: the file it came from.
-        read: returns the array in its canonical orientation, in the stored type.
+        read: returns the array in its canonical orientation, in the stored type: where possible a read-only
+            view of the mapped file, whose bytes are read when they are first looked at.
         shape: of what `read` returns.
         dtype: of what `read` returns.
     """

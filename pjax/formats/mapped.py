@@ -1,0 +1,139 @@
+"""Files mapped into memory, and weights copied out of them piece by piece, so that no file stays resident."""
+
+import mmap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pjax.formats.checkpoint import SourceTensor
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+"""Importing ml_dtypes is what teaches NumPy this type."""
+
+_ALIGNMENT = 64  # Bytes; XLA takes such an array over as it is, and copies any other.
+_PIECE_BYTES = 4 << 20  # Hides what a step costs, and stays small beside the smallest models worth mapping.
+_TILE = (64, 1024)  # Rows and columns turned at a time: whole cache lines both ways; the fastest of some.
+_COPY_THREADS = 2  # One core does not saturate the memory; more than two gain little.
+
+
+def map_file(file: Path) -> np.ndarray:
+    """Returns a file's bytes, uint8 [size], read-only; they are read when they are first looked at.
+
+    Args:
+        file: an existing file.
+    """
+    with file.open("rb") as stream:
+        if not file.stat().st_size:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+def drop_pages(view: np.ndarray) -> None:
+    """Tells the system that a view of a mapped file was read; an array of another kind is left alone.
+
+    The pages leave this process's memory, not the system's cache; looking at them again is slow, not wrong.
+
+    Args:
+        view: any part of what `map_file` returned, of any type and layout.
+    """
+    mapping = _mapping_of(view)
+    if mapping is None or not view.size or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    origin = np.frombuffer(mapping, np.uint8).ctypes.data
+    first, last = (address - origin for address in np.lib.array_utils.byte_bounds(view))
+    # Inwards, so that a page shared with a neighbour who is still to be read stays.
+    first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def load_array(tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
+    """Returns a weight in memory of its own, contiguous, read-only, at an address that JAX need not copy.
+
+    Args:
+        tensor: what to read, of any float type.
+        dtype: float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: the file has become shorter since it was opened, or a value is beyond float16.
+    """
+    source = tensor.read()
+    target = _aligned_empty(source.shape, dtype)
+    # Along the file, whichever way the weight lies in it: only then can pages be dropped behind.
+    turned = source.ndim == 2 and source.strides[0] < source.strides[1]
+    pieces = list(_pieces(source.T, target.T) if turned else _pieces(source, target))
+
+    def copy(piece: tuple[np.ndarray, np.ndarray]) -> None:
+        _check_not_shrunk(tensor, piece[0])
+        try:
+            _copy_piece(*piece, turned)
+        except FloatingPointError as error:
+            message = "holds values beyond float16's range; ask for bfloat16 or float32."
+            raise ValueError(f"{tensor.file}: {tensor.name} {message}") from error
+        drop_pages(piece[0])
+
+    if len(pieces) == 1:
+        copy(pieces[0])
+    else:
+        with ThreadPoolExecutor(_COPY_THREADS) as pool:
+            list(pool.map(copy, pieces))
+    target.flags.writeable = False
+    return target
+
+
+def _mapping_of(view: np.ndarray) -> mmap.mmap | None:
+    found: Any = view
+    while found is not None and not isinstance(found, mmap.mmap):
+        found = found.obj if isinstance(found, memoryview) else getattr(found, "base", None)
+    return found
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _pieces(source: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
+    for start in range(0, len(source), rows):
+        yield source[start : start + rows], target[start : start + rows]
+
+
+def _check_not_shrunk(tensor: SourceTensor, view: np.ndarray) -> None:
+    """Looking at what is no longer there would end the process, without a word."""
+    mapping = _mapping_of(view)
+    if mapping is not None and mapping.size() < len(mapping):
+        raise ValueError(
+            f"{tensor.file}: had {len(mapping)} bytes when it was opened and has {mapping.size()} now; "
+            "is something still writing it? Load it again when it is complete."
+        )
+
+
+def _copy_piece(source: np.ndarray, target: np.ndarray, turned: bool) -> None:
+    if not turned:
+        _convert(source, target)
+        return
+    rows, columns = _TILE
+    for row in range(0, source.shape[0], rows):
+        for column in range(0, source.shape[1], columns):
+            tile = np.s_[row : row + rows, column : column + columns]
+            _convert(source[tile].T, target[tile].T)
+
+
+def _convert(source: np.ndarray, target: np.ndarray) -> None:
+    """Copies with a change of type, by ways that let the other thread run: ml_dtypes' own do not."""
+    if source.dtype == target.dtype:
+        bits = np.dtype(f"u{source.dtype.itemsize}")
+        target.view(bits)[...] = source.view(bits)
+        return
+    if source.dtype == BFLOAT16:  # the upper half of a float32
+        upper = np.left_shift(source.view(np.uint16), 16, dtype=np.uint32)
+        source = upper.view(np.float32)
+    with np.errstate(over="raise", invalid="ignore"):
+        target[...] = source
