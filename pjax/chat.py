@@ -17,8 +17,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 1_000_000
-"""Rounds of loops and calls that one rendering may take; real templates take a few dozen a message, and
-this many take seconds."""
+"""What one rendering may take: a round of a loop is one step. Real templates take some hundred a message,
+and this many take a few seconds."""
+
+CALL_STEPS = 10
+"""What a call counts; it takes longer than a round, a macro's up to fifty times."""
 
 MAX_REPEATED = 1_000_000
 """Length of what `*` may make of a text or list."""
@@ -136,15 +139,15 @@ class _Environment(ImmutableSandboxedEnvironment):
             loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
         return program
 
-    def step(self) -> None:
-        """Takes one from the budget."""
-        self.steps_left -= 1
+    def take(self, steps: int) -> None:
+        """Takes steps from the budget."""
+        self.steps_left -= steps
         if self.steps_left < 0:
             raise SecurityError(f"it takes more than {MAX_STEPS:,} steps")
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Every call of a template goes through here."""
-        self.step()
+        self.take(CALL_STEPS)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -159,7 +162,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _count_rounds(self, items: Any) -> Any:
         for item in items:
-            self.step()
+            self.take(1)
             yield item
 
 

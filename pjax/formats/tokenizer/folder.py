@@ -137,7 +137,7 @@ def _bos_id(
     """The id that is put before a text; the codec then puts nothing around it."""
     wanted = settings.get("add_bos_token")
     if isinstance(codec, SentencePieceCodec):
-        wanted = "bos_token" in named if wanted is None else wanted
+        wanted = ("bos_token" in named or None) if wanted is None else wanted
     elif wanted is not None:
         codec.library.post_processor = tokenizers.processors.Sequence([])
     elif codec.library.post_processor is not None:

@@ -138,8 +138,9 @@ def load_sentencepiece(
         ) from error
     content = file.read_bytes()
     try:
-        first = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except (RuntimeError, TypeError) as error:
+        first = sentencepiece.SentencePieceProcessor()
+        first.load_from_serialized_proto(content)
+    except RuntimeError as error:
         raise ValueError(
             f"{file}: expected a SentencePiece model; the file {describe_content(content)}."
         ) from error
