@@ -1,16 +1,12 @@
-// The XLA FFI handlers and the plain C functions: all that the library exports. No arithmetic here.
-#include <stdlib.h>
+// The XLA FFI handlers (attention has its own file) and the plain C functions: all that the library exports. No
+// arithmetic here.
+#include "handlers.h"
 
 #include <optional>
-#include <string>
 
-#include "cpu_features.h"
 #include "matvec.h"
 #include "sparse_ffn.h"
 #include "thread_pool.h"
-#include "xla/ffi/api/ffi.h"
-
-#define PJAX_EXPORT __attribute__((visibility("default")))
 
 namespace pjax {
 namespace {
@@ -25,41 +21,11 @@ using MatrixResult = ffi::ResultBufferR2<ffi::F32>;
 using WordResult = ffi::ResultBufferR0<ffi::U32>;
 using AddressResult = ffi::ResultBufferR1<ffi::U32>;
 
-std::string ShapeText(ffi::Span<const int64_t> shape) {
-  std::string text;
-  for (int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + text + "]";
-}
-
-ffi::Error Expect(const char* name, ffi::Span<const int64_t> shape, std::initializer_list<int64_t> expected) {
-  if (std::equal(shape.begin(), shape.end(), expected.begin(), expected.end())) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(std::string(name) + ": expected shape " +
-                                     ShapeText(ffi::Span<const int64_t>(expected.begin(), expected.size())) +
-                                     ", got " + ShapeText(shape));
-}
-
 std::optional<WeightType> TypeOf(const ffi::AnyBuffer& buffer) {
   if (buffer.element_type() == ffi::F32) return WeightType::kFloat32;
   if (buffer.element_type() == ffi::BF16) return WeightType::kBfloat16;
   return std::nullopt;
 }
-
-CpuLevel Level() {
-  static const CpuLevel level = [] {
-    std::string ignored;  // pjax_init has reported it
-    return ChooseCpuLevel(getenv("PJAX_CPU"), &ignored);
-  }();
-  return level;
-}
-
-// An absent argument is passed as an array without elements.
-template <typename Pointer>
-Pointer* IfPresent(Pointer* data, size_t count) {
-  return count == 0 ? nullptr : data;
-}
-
-#define PJAX_RETURN_IF_ERROR(expression)                     \
-  if (ffi::Error error = (expression); error.failure()) return error
 
 ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, Vector32 gate_bias,
                          Vector32 up_bias, Mask mask, MatrixResult y, CountsResult counts, float threshold, bool square,
