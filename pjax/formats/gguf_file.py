@@ -262,7 +262,8 @@ def _read_tensor_info(cursor: _Cursor) -> _TensorInfo:
         block, block_bytes = GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError) as error:
         raise cursor.error(f"{name}: there is no tensor type {number}") from error
-    if not all(sizes) or sizes[0] % block:
+    # A list may be empty: a split that PowerInfer made may put nothing of a layer on the GPU.
+    if (len(sizes) > 1 and not all(sizes)) or sizes[0] % block:
         raise cursor.error(
             f"{name}: expected positive dimensions, for {kind.name} the first a multiple of {block}, "
             f"found {sizes}"
@@ -287,7 +288,7 @@ def _place(cursor: _Cursor, infos: dict[str, _TensorInfo], alignment: int) -> di
     """The tensors, once it is certain that each has its bytes in the file and to itself."""
     start = -(-cursor.position // alignment) * alignment
     end, before = start, "the header"
-    for info in sorted(infos.values(), key=lambda info: info.offset):
+    for info in sorted(infos.values(), key=lambda info: (info.offset, info.num_bytes)):
         first, last = start + info.offset, start + info.offset + info.num_bytes
         if info.offset % alignment:
             raise cursor.error(
