@@ -6,8 +6,9 @@
 Weights are synthetic, in the published shape (see experiments/synthetic.py for how sparsity is set and
 how the predictors come to find it); in mode "predicted" the predictors run, and their bytes and time
 count. The caches are filled to the context with zeros: decoding reads them as any others. The peer comes
-with the extra `bench`. Modes and the peer take turns, `--repeats` rounds of `--tokens` tokens each, and medians are reported, beside the rate at which
-this machine streamed memory in the same rounds. Prints a Markdown table; --json adds one object a line.
+with the extra `bench`. Modes and the peer take turns, `--repeats` rounds of `--tokens` tokens each;
+medians are reported, beside the rate at which this machine streamed memory in the same rounds. Prints a
+Markdown table; --json prints one object a line instead.
 """
 
 import dataclasses
