@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 
 from pjax.formats.checkpoint import SourceTensor
+from pjax.memory import aligned_empty
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 """Importing ml_dtypes is what teaches NumPy this type."""
 
-_ALIGNMENT = 64  # Bytes; XLA takes such an array over as it is, and copies any other.
 _PIECE_BYTES = 4 << 20  # Hides what a step costs, and stays small beside the smallest models worth mapping.
 _TILE = (64, 1024)  # Rows and columns turned at a time: whole cache lines both ways; the fastest of some.
 _COPY_THREADS = 2  # One core does not saturate the memory; more than two gain little.
@@ -62,7 +62,7 @@ def load_array(tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
         ValueError: the file has become shorter since it was opened, or a value is beyond float16.
     """
     source = tensor.read()
-    target = _aligned_empty(source.shape, dtype)
+    target = aligned_empty(source.shape, dtype)
     # Along the file, whichever way the weight lies in it: only then can pages be dropped behind.
     turned = source.ndim == 2 and source.strides[0] < source.strides[1]
     pieces = list(_pieces(source.T, target.T) if turned else _pieces(source, target))
@@ -90,13 +90,6 @@ def _mapping_of(view: np.ndarray) -> mmap.mmap | None:
     while found is not None and not isinstance(found, mmap.mmap):
         found = found.obj if isinstance(found, memoryview) else getattr(found, "base", None)
     return found
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _pieces(source: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
