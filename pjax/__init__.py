@@ -12,6 +12,7 @@ from pjax.model_config import ModelConfig
 from pjax.ops import sparse_ffn
 from pjax.placement import solve_placement
 from pjax.profiler import collect_stats, train_predictors
+from pjax.saving import save_model
 from pjax.split import merge_ffn, split_ffn
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "load_tokenizer",
     "measure_hardware",
     "merge_ffn",
+    "save_model",
     "solve_placement",
     "sparse_ffn",
     "split_ffn",

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = {
     "model_config": 0,
+    "memory": 0,
     "base": 0,
     "settings": 1,
     "workdir": 1,
@@ -22,6 +23,8 @@ FLOORS = {
     "placement": 1,
     "sampling": 1,
     "textio": 1,
+    "imported": 2,
+    "stages": 2,
     "split": 2,
     "predictor": 2,
     "hardware": 2,
@@ -29,6 +32,7 @@ FLOORS = {
     "model": 3,
     "profiler": 4,
     "executor": 4,
+    "saving": 4,
     "generate": 5,
     "quality": 5,
     "speed": 5,

@@ -77,6 +77,8 @@ def write_checkpoint(
         details = "; ".join(f"{n}: expected {shapes.get(n)}, found {found.get(n)}" for n in wrong[:3])
         raise ValueError(f"tensors: {len(wrong)} do not fit the config: {details}.")
     files = to_files(tensors, config, family)
+    # Other libraries go by the first name, and would load the norms' float32 for all.
+    values["torch_dtype"] = tensors["embed.weight"].dtype.name
     generation = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:

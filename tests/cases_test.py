@@ -1,0 +1,98 @@
+"""Every real-life checkpoint against the logits, greedy ids and active neurons of another implementation."""
+
+import json
+import logging
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pjax.attention import KvCache
+from pjax.layers import dense_ffn_fn, exact_ffn_fn
+from pjax.model import load_model, prompt_positions
+from pjax.profiler import observed_ffn_fn
+from tests.cases import checkpoint_names, find_case
+
+CAUSES = {
+    "q_llama_act_unknown": "config.json: hidden_act: .*'swoosh'",
+    "q_llama_shard_missing": "model-00002-of-00003.safetensors is missing",
+    "q_llama_truncated": "has 173944 bytes, its header promises 174944: an incomplete download",
+    "q_llama_unknown_rope": 'config.json: .*rope_type: "su"',
+    "q_llama_wrong_shape": r"model.safetensors: .*up_proj.weight: .*\[88, 32\], found \[80, 32\]",
+}
+"""What the message about each faulty case must name: the file and the cause."""
+
+# Nearly all of the time goes into compiling.
+jit = partial(jax.jit, static_argnames="graphdef", compiler_options={"xla_backend_optimization_level": 0})
+
+
+@jit
+def read_prompt(graphdef, state, ids, caches):
+    """(logits of every position, caches, tokens for which each neuron of each layer was active)"""
+    model = nnx.merge(graphdef, state)
+    residual, caches, observed = model.run(ids, prompt_positions(ids), caches, observed_ffn_fn)
+    return model.logits(residual), caches, [layer.active_mask.sum(0) for layer in observed]
+
+
+@jit
+def read_token(graphdef, state, ids, position, caches):
+    """(best next ids, caches)"""
+    model = nnx.merge(graphdef, state)
+    ffn_fn = exact_ffn_fn if model.config.is_sparse else dense_ffn_fn
+    positions = jnp.broadcast_to(position, (len(ids), 1))
+    residual, caches, _ = model.run(ids[:, None], positions, caches, ffn_fn)
+    return jnp.argmax(model.logits(residual)[:, 0], -1), caches
+
+
+def expectation(folder: Path) -> tuple[str, Path]:
+    """What a case must do, and the folder whose golden.npz holds."""
+    file = folder / "expect.json"
+    if not file.exists():
+        return "same", folder
+    expect = json.loads(file.read_text())
+    golden = next(folder.rglob("golden.npz"), None)
+    return expect["expect"], golden.parent if golden else find_case(expect["parent"])
+
+
+@pytest.mark.parametrize("name", checkpoint_names())
+def test_case(name, tmp_path, caplog):
+    folder = find_case(name)
+    expect, golden_folder = expectation(folder)
+    if expect == "error":
+        with pytest.raises((ValueError, FileNotFoundError), match=CAUSES[name]):
+            load_model(folder)
+        return
+    # A name that all cases share lets those of one shape share their programs, too.
+    with caplog.at_level(logging.WARNING):
+        model = load_model(shutil.copytree(folder, tmp_path / "model"))
+    assert bool(caplog.records) == (expect == "warn"), caplog.text
+    golden = np.load(golden_folder / "golden.npz")
+    config = model.config
+    graphdef, state = nnx.split(model)
+    ids = jnp.asarray(golden["ids"])
+    num_prompt, num_new = ids.shape[1], golden["greedy"].shape[1]
+    shape = (len(ids), config.kv_heads, num_prompt + num_new, config.head_dim)
+    caches = tuple(
+        KvCache(jnp.zeros(shape, model.cache_dtype), jnp.zeros(shape, model.cache_dtype))
+        for _ in range(config.layers)
+    )
+    logits, caches, active = read_prompt(graphdef, state, ids, caches)
+    # The other implementation rounds ALiBi's distances to bfloat16.
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=5e-3 if config.alibi else 2e-5)
+    if config.is_sparse:
+        np.testing.assert_array_equal(active, golden["active"])
+    new_ids = [jnp.argmax(logits[:, -1], -1)]
+    for position in range(num_prompt, num_prompt + num_new - 1):
+        best, caches = read_token(graphdef, state, new_ids[-1], jnp.int32(position), caches)
+        new_ids.append(best)
+    np.testing.assert_array_equal(np.stack(new_ids, 1), golden["greedy"])
+
+
+def test_every_faulty_case_has_its_cause():
+    faulty = {name for name in checkpoint_names() if expectation(find_case(name))[0] == "error"}
+    assert faulty <= CAUSES.keys()
