@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from pjax.base import MODES, VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
+from pjax.chat import encode_chat
 from pjax.executor import OneProgram, check_mode, make_executor, measure_overlap, on_host
 from pjax.formats import expand_path, load_tokenizer, read_texts
 from pjax.hardware import hardware_preset, measure_hardware
@@ -68,7 +69,8 @@ class Prepared(NamedTuple):
 
     Attributes:
         model: the decoder.
-        tokenizer: of the model's folder.
+        tokenizer: of the model.
+        prompt: as `generate` takes it.
         mode: that `mode=None` stands for.
         simulated: whether the hardware is.
         predictors, placement: None for a model whose activation is not sparse.
@@ -77,6 +79,7 @@ class Prepared(NamedTuple):
 
     model: Decoder
     tokenizer: Any
+    prompt: str | list[int]
     mode: Mode
     simulated: bool
     predictors: Predictors | None
@@ -145,7 +148,10 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         model = load_model(settings.model, dtype=settings.dtype, activation=settings.activation)
     tokenizer = load_tokenizer(settings.model)
     # What would fail at the end is refused before the work.
-    encode_prompts(settings.prompt, tokenizer, model.config)
+    prompt = settings.prompt
+    if settings.chat:
+        prompt = encode_chat([{"role": "user", "content": settings.prompt}], tokenizer)
+    encode_prompts(prompt, tokenizer, model.config)
     if settings.mode == "exact":
         check_mode(settings.mode, model.config, None)
     quality_rows = _quality_rows(settings, model, tokenizer)
@@ -179,13 +185,13 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     report["quality"] = _quality(stages, settings, model, quality_rows, predictors, made_from)
     passed = report["quality"]["guard"] == "passed"
     mode: Mode = "dense" if not model.config.is_sparse else "predicted" if passed else "exact"
-    prompt = encode_text(tokenizer, settings.quality.text, SPEED_PROMPT)
+    timed = encode_text(tokenizer, settings.quality.text, SPEED_PROMPT)
     simulated = hardware.source == "simulated"
     hot_mask = np.concatenate(placement.hot_mask) if placement else None
-    made_from = fingerprint(made_from, prompt, hot_mask, simulated, list(map(str, jax.local_devices())))
-    report |= _speed(stages, model, predictors, stats, placement, simulated, prompt, made_from)
+    made_from = fingerprint(made_from, timed, hot_mask, simulated, list(map(str, jax.local_devices())))
+    report |= _speed(stages, model, predictors, stats, placement, simulated, timed, made_from)
     _write_manifest(stages, settings, model, mode)
-    return Prepared(model, tokenizer, mode, simulated, predictors, placement, report)
+    return Prepared(model, tokenizer, prompt, mode, simulated, predictors, placement, report)
 
 
 def _verify(stages: Stages, model: Decoder, made_from: str) -> None:

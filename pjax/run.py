@@ -34,7 +34,9 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "What to run: a file in configs/.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results are kept; default runs/NAME_OF_THE_CONFIG.")
-_PROMPT = flags.DEFINE_string("prompt", None, "Text to continue, instead of the config's.")
+_PROMPT = flags.DEFINE_string(
+    "prompt", None, "Text to continue or question to answer, instead of the config's."
+)
 _JSON = flags.DEFINE_bool("json", False, "Print the report as JSON on stdout instead of the text.")
 _VERIFY = flags.DEFINE_bool("verify", False, "Compare every byte of the weights with the workdir's.")
 
@@ -85,7 +87,7 @@ def main(argv: list[str]) -> None:
         bars.end()
     warn(console, settings, prepared)
     generation = _generate(settings, prepared, console)
-    report = prepared.report | {"text": settings.prompt + generation.text}
+    report = prepared.report | {"text": _shown_prompt(settings) + generation.text}
     text = json.dumps(report, indent=1, allow_nan=False)
     write_atomically(workdir / "report.json", text.encode())
     if _JSON.value:
@@ -131,6 +133,11 @@ def warn(console: Console, settings: Settings, prepared: Prepared) -> None:
         )
 
 
+def _shown_prompt(settings: Settings) -> str:
+    """An answer begins on a line of its own, a continuation where the prompt ends."""
+    return settings.prompt + ("\n" if settings.chat else "")
+
+
 def _generate(settings: Settings, prepared: Prepared, console: Console) -> Generation:
     executor = make_executor(
         prepared.model,
@@ -145,8 +152,8 @@ def _generate(settings: Settings, prepared: Prepared, console: Console) -> Gener
         if not _JSON.value:
             print(text, end="", flush=True)
 
-    show(settings.prompt)
-    generation = generate(executor, prepared.tokenizer, settings.prompt, on_text=show, **options)
+    show(_shown_prompt(settings))
+    generation = generate(executor, prepared.tokenizer, prepared.prompt, on_text=show, **options)
     show("\n")
     assert isinstance(generation, Generation)  # one prompt gives one
     timings = generation.timings

@@ -87,8 +87,9 @@ class Settings:
     """All of it.
 
     Attributes:
-        model: a folder.
-        prompt: text to continue.
+        model: a Hugging Face folder or a GGUF file.
+        prompt: text to continue, or a question.
+        chat: whether the prompt is a question, which the model's chat template turns into a text.
         activation: overrides the one that the model's file names; None keeps it.
         dtype: storage type of the weights; None keeps the file's.
         mode: see `base.Mode`; None chooses by the quality guard.
@@ -103,6 +104,7 @@ class Settings:
 
     model: str
     prompt: str
+    chat: bool = False
     activation: str | None = None
     dtype: str | None = None
     mode: str | None = None

