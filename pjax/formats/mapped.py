@@ -17,7 +17,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 _PIECE_BYTES = 4 << 20  # Hides what a step costs, and stays small beside the smallest models worth mapping.
 _TILE = (64, 1024)  # Rows and columns turned at a time: whole cache lines both ways; the fastest of some.
-_COPY_THREADS = 2  # One core does not saturate the memory; more than two gain little.
+_POOL = ThreadPoolExecutor(2)  # One core does not saturate the memory; more than two gain little.
 
 
 def map_file(file: Path) -> np.ndarray:
@@ -79,8 +79,7 @@ def load_array(tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
     if len(pieces) == 1:
         copy(pieces[0])
     else:
-        with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            list(pool.map(copy, pieces))
+        list(_POOL.map(copy, pieces))
     target.flags.writeable = False
     return target
 
