@@ -1,5 +1,6 @@
-"""The operators: FFNs that skip inactive neurons, the matrix-vector product, the bandwidth probe."""
+"""The operators: FFNs that skip inactive neurons, mat-vec, decode attention, and the bandwidth probe."""
 
+from pjax.ops.attention import decode_attention as decode_attention
 from pjax.ops.matvec import matvec as matvec
 from pjax.ops.matvec import stream_sum as stream_sum
 from pjax.ops.packed import pack_ffn as pack_ffn

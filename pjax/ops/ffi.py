@@ -25,7 +25,7 @@ _FORMATS = {"q8_0": np.int64(1), "q4_0": np.int64(2)}
 """Their numbers in the handlers; 0 is a float type, which its array tells."""
 
 _LIBRARY_NAME = "libpjax_cpu.so"
-_TARGETS = ("pjax_sparse_ffn", "pjax_matvec", "pjax_stream_sum", "pjax_address")
+_TARGETS = ("pjax_decode_attention", "pjax_sparse_ffn", "pjax_matvec", "pjax_stream_sum", "pjax_address")
 _LOCK = threading.Lock()
 
 
@@ -88,6 +88,29 @@ def matvec(x: jax.Array, weight: Matrix, bias: jax.Array | None) -> jax.Array:
     return jax.ffi.ffi_call("pjax_matvec", result)(
         x, rows, _float32_or_empty(bias), **({"format": format} if packed else {})
     )
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    positions: jax.Array,
+    rotation: tuple[jax.Array, jax.Array] | None,
+    slopes: jax.Array | None,
+    *,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kernel behind `pjax.ops.decode_attention`; rotation: its cosines and sines, [batch, 1, width / 2]."""
+    batch, heads, head_dim = q.shape
+    waves = jnp.zeros((batch, 0)) if rotation is None else jnp.concatenate(rotation, axis=-1)[:, 0]
+    result = jax.ShapeDtypeStruct((batch, heads * head_dim), jnp.float32)
+    caches = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)]
+    call = jax.ffi.ffi_call("pjax_decode_attention", (result, *caches), input_output_aliases={3: 1, 4: 2})
+    arrays = (q, k, v, k_cache, v_cache, positions, waves, _float32_or_empty(slopes))
+    y, k_cache, v_cache = call(*arrays, window=np.int64(window or 0))
+    return y, k_cache, v_cache
 
 
 def stream_sum(x: jax.Array) -> jax.Array:
