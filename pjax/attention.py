@@ -1,4 +1,4 @@
-"""Attention over a KV cache, rotary positions and ALiBi, as pure functions of arrays."""
+"""What attention needs beside its operator: the cache, rotary frequencies, ALiBi slopes, and prompts."""
 
 import math
 from typing import NamedTuple
@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pjax.model_config import Rope
-
-HIGHEST = jax.lax.Precision.HIGHEST
-"""Float32 means float32: a GPU would otherwise round the operands to TF32, 1e-3 relative."""
+from pjax.ops.attention_reference import attend
 
 NUM_PROMPT_BLOCKS = 8
 """A prompt's queries attend in so many blocks, each to the keys up to its own end: nearly half of the
@@ -66,22 +64,6 @@ def _pair_that_turns(rope: Rope, turns: float) -> float:
     return rope.width * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
-def rotate(x: jax.Array, positions: jax.Array, rope: Rope) -> jax.Array:
-    """Rotary position embedding, halves as in Hugging Face's LLaMA (arXiv 2104.09864).
-
-    Args:
-        x: [batch, seq, heads, head_dim]; its first `rope.width` entries are rotated.
-        positions: int32 [batch, seq].
-        rope: by how much.
-    """
-    half = rope.width // 2
-    frequencies = jnp.asarray(rotary_frequencies(rope))
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    cos, sin = (wave(angles) * rope.attention_factor for wave in (jnp.cos, jnp.sin))
-    low, high, rest = x[..., :half], x[..., half : rope.width], x[..., rope.width :]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
-
-
 def alibi_slopes(heads: int) -> np.ndarray:
     """float32 [heads]: by how much each head's scores fall per token of distance (arXiv 2108.12409).
 
@@ -94,54 +76,6 @@ def alibi_slopes(heads: int) -> np.ndarray:
     return np.concatenate([slopes, between]).astype(np.float32)
 
 
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    *,
-    window: int | None = None,
-    slopes: np.ndarray | None = None,
-) -> jax.Array:
-    """Causal grouped-query attention; a query sees the keys at positions up to its own.
-
-    Args:
-        q: float32 [batch, seq, heads, head_dim].
-        k: [batch, kv_heads, kv_seq, head_dim]; row p holds position p.
-        v: as k.
-        positions: int32 [batch, seq], of the queries.
-        window: keys that a query sees, itself included; None for all.
-        slopes: float32 [heads], subtracted from a score, before scaling, per token of distance; or None.
-
-    Returns:
-        float32 [batch, seq, heads * head_dim].
-    """
-    batch, seq, heads, head_dim = q.shape
-    kv_heads, kv_seq = k.shape[1], k.shape[2]
-    group = heads // kv_heads
-    # [batch, kv_heads, group * seq, head_dim]: both products are then plain batched matrix products.
-    q = (q * head_dim**-0.5).reshape(batch, seq, kv_heads, group, head_dim)
-    q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * seq, head_dim)
-    scores = jnp.einsum("bkxd,bktd->bkxt", q, to_float32(k), precision=HIGHEST)
-    scores = scores.reshape(batch, kv_heads, group, seq, kv_seq)
-    distance = positions[:, None, None, :, None] - jnp.arange(kv_seq)[None, None, None, None, :]
-    if slopes is not None:
-        slope = jnp.asarray(slopes * head_dim**-0.5).reshape(1, kv_heads, group, 1, 1)
-        scores = scores - slope * distance.astype(jnp.float32)
-    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    scores = jnp.where(visible, scores, -jnp.inf)
-    # Softmax, divided by its sum only after the weighted sum, where the arrays are smaller.
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    y = jnp.einsum(
-        "bkxt,bktd->bkxd",
-        weights.reshape(batch, kv_heads, group * seq, kv_seq),
-        to_float32(v),
-        precision=HIGHEST,
-    )
-    y = y.reshape(batch, kv_heads, group, seq, head_dim) / weights.sum(-1, keepdims=True)
-    return y.transpose(0, 3, 1, 2, 4).reshape(batch, seq, heads * head_dim)
-
-
 def attend_prompt(
     q: jax.Array,
     k: jax.Array,
@@ -149,9 +83,9 @@ def attend_prompt(
     positions: jax.Array,
     *,
     window: int | None = None,
-    slopes: np.ndarray | None = None,
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
-    """`attend` where query and key i both have position i: same arguments and result."""
+    """`pjax.ops.attention_reference.attend` where query and key i both have position i: same arguments."""
     seq = q.shape[1]
     block = max(64, -(-seq // NUM_PROMPT_BLOCKS))
     blocks = [
@@ -166,20 +100,3 @@ def attend_prompt(
         for i in range(0, seq, block)
     ]
     return jnp.concatenate(blocks, axis=1)
-
-
-def append(cache: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """Writes each sequence's rows [batch, kv_heads, seq, head_dim] into the cache at its first position."""
-    if cache.dtype == jnp.uint16:
-        rows = jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
-    # One update a sequence, unrolled: a batched scatter is not done in place by XLA's CPU backend.
-    for i in range(cache.shape[0]):
-        cache = jax.lax.dynamic_update_slice(cache, rows[i : i + 1], (i, 0, positions[i, 0], 0))
-    return cache
-
-
-def to_float32(rows: jax.Array) -> jax.Array:
-    """Rows of a cache, or fresh ones, as float32."""
-    if rows.dtype == jnp.uint16:
-        return jax.lax.bitcast_convert_type(rows.astype(jnp.uint32) << 16, jnp.float32)
-    return rows.astype(jnp.float32)

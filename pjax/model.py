@@ -12,12 +12,13 @@ from flax import nnx
 from jax.core import Tracer
 
 from pjax import ops
-from pjax.attention import KvCache, alibi_slopes, append, attend, attend_prompt, rotate
+from pjax.attention import KvCache, alibi_slopes, attend_prompt, rotary_frequencies
 from pjax.base import FfnFn, Matrix, PackedMatrix
 from pjax.formats import read_checkpoint
 from pjax.formats.mapped import load_array
 from pjax.layers import PackedRows, SparseFfn, dense_ffn_fn
 from pjax.model_config import ModelConfig
+from pjax.ops.attention_reference import append, rotate, rotation_at
 from pjax.workdir import fingerprint
 
 
@@ -131,16 +132,29 @@ class Attention(nnx.Module):
         q, k, v = (
             layer(x).reshape(batch, seq, -1, self.config.head_dim) for layer in (self.q, self.k, self.v)
         )
-        if self.config.rope is not None:
-            q, k = (rotate(part, positions, self.config.rope) for part in (q, k))
+        rope, window = self.config.rope, self.config.window
+        slopes = jnp.asarray(alibi_slopes(self.config.heads)) if self.config.alibi else None
+        frequencies = None if rope is None else jnp.asarray(rotary_frequencies(rope))
+        factor = 1.0 if rope is None else rope.attention_factor
+        if cache is not None and seq == 1:
+            y, *caches = ops.decode_attention(
+                *(part[:, 0] for part in (q, k, v)),
+                *cache,
+                positions[:, 0],
+                frequencies=frequencies,
+                attention_factor=factor,
+                slopes=slopes,
+                window=window,
+            )
+            return self.o(y[:, None]), KvCache(*caches)
+        if frequencies is not None:
+            rotation = rotation_at(positions, frequencies, factor)
+            q, k = (rotate(part, rotation) for part in (q, k))
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         if cache is not None:
             cache = KvCache(append(cache.k, k, positions), append(cache.v, v, positions))
-        slopes = alibi_slopes(self.config.heads) if self.config.alibi else None
-        if cache is None or seq > 1:  # a text from position 0 on sees only itself
-            y = attend_prompt(q, k, v, positions, window=self.config.window, slopes=slopes)
-        else:
-            y = attend(q, cache.k, cache.v, positions, window=self.config.window, slopes=slopes)
+        # A text from position 0 on sees only itself.
+        y = attend_prompt(q, k, v, positions, window=window, slopes=slopes)
         return self.o(y), cache
 
 

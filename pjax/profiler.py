@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pjax.attention import HIGHEST
 from pjax.base import ActivationStats, LowRankPredictor, Predictors, ProgressFn
 from pjax.model import Decoder, check_ids, prompt_positions
 from pjax.model_config import Activation, ModelConfig
@@ -58,7 +57,7 @@ def observed_ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array
     """The dense FFN, which also hands back its input and which neurons were active."""
     del residual
     values = ffn_values(x, layer.ffn.weights, Activation.parse(layer.ffn.activation))
-    y = jnp.matmul(values, layer.ffn.weights.down.astype(jnp.float32), precision=HIGHEST)
+    y = jnp.matmul(values, layer.ffn.weights.down.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     flat = Observed(x.reshape(-1, x.shape[-1]), (values != 0).reshape(-1, values.shape[-1]))
     return layer.ffn.add_down_bias(y), flat
 

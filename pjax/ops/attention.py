@@ -40,7 +40,7 @@ def decode_attention(
         k_cache: float32, or uint16 for the bits of bfloat16, [batch, kv_heads, capacity, head_dim]; row p
             holds position p.
         v_cache: as k_cache.
-        positions: int32 [batch], of the new tokens; one that lies behind the cache is written to its last row.
+        positions: int32 [batch], of the new tokens; one behind the cache is written to its last row.
         frequencies: float32 [width / 2], the angle by which entries i and i + width / 2 of q and k turn from
             one position to the next; None turns none.
         attention_factor: multiplies the turned entries.

@@ -102,7 +102,7 @@ def decode_attention(
     *,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The kernel behind `pjax.ops.decode_attention`; rotation: its cosines and sines, [batch, 1, width / 2]."""
+    """The kernel behind `pjax.ops.decode_attention`; rotation: cosines and sines, [batch, 1, width / 2]."""
     batch, heads, head_dim = q.shape
     waves = jnp.zeros((batch, 0)) if rotation is None else jnp.concatenate(rotation, axis=-1)[:, 0]
     result = jax.ShapeDtypeStruct((batch, heads * head_dim), jnp.float32)
