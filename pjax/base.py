@@ -144,10 +144,13 @@ class ActivationStats:
     Attributes:
         counts: int64 [neurons] per layer, tokens for which the neuron was active.
         num_tokens: tokens counted.
+        num_tokens_known: False if that is only the least that it can be, since whoever counted does not say;
+            frequencies are then the most that they can be, right only in relation to each other.
     """
 
     counts: tuple[np.ndarray, ...]
     num_tokens: int
+    num_tokens_known: bool = True
 
     @property
     def frequencies(self) -> tuple[np.ndarray, ...]:
@@ -204,11 +207,11 @@ class PredictorReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Predictors:
-    """The trained predictors of a model, one a layer, with how well each does.
+    """The predictors of a model, one a layer, with how well each does.
 
     Attributes:
         layers: one predictor a layer.
-        reports: one report a layer.
+        reports: one report a layer; none if they were never measured.
     """
 
     layers: tuple[LowRankPredictor, ...]
@@ -248,16 +251,18 @@ class Placement:
 
     Attributes:
         hot_mask: bool [neurons] per layer.
-        status: "optimal", "feasible" (time limit hit, with a solution) or "greedy" (the fallback).
+        status: "optimal", "feasible" (time limit hit, with a solution), "greedy" (the fallback) or
+            "imported" (chosen elsewhere).
         objective: activation frequency served by the device, summed over the hot neurons.
-        bound: proven upper bound of the objective.
+        bound: proven upper bound of the objective; of an imported placement, with as many hot neurons in
+            each layer.
         device_bytes: bytes of the hot neurons.
         budget_bytes: bytes that were allowed.
         solve_s: wall time of the solver.
     """
 
     hot_mask: tuple[np.ndarray, ...]
-    status: Literal["optimal", "feasible", "greedy"]
+    status: Literal["optimal", "feasible", "greedy", "imported"]
     objective: float
     bound: float
     device_bytes: int

@@ -8,8 +8,9 @@ from typing import Any
 from pjax.base import VERSION, Executor, Mode, Placement, Predictors
 from pjax.chat import encode_chat
 from pjax.executor import make_executor, on_host
-from pjax.formats import expand_path, load_tokenizer, read_json
+from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_json
 from pjax.generate import Generation, generate, stream
+from pjax.imported import import_predictors
 from pjax.model import Decoder, load_model, model_fingerprint
 from pjax.workdir import load, unpack_placement, unpack_predictors
 
@@ -18,7 +19,8 @@ class LLM:
     """A model ready to generate.
 
     Args:
-        path: a model folder (exact and dense modes), or a workdir prepared by `pjax.run`.
+        path: a model folder or file (exact and dense modes; predicted, too, if it is a PowerInfer file with
+            predictors), or a workdir prepared by `pjax.run`.
         dtype: storage type, see `load_model`; a workdir knows its own.
         activation: see `load_model`; a workdir knows its own.
 
@@ -51,6 +53,9 @@ class LLM:
             self.model: Decoder = load_model(model_path, dtype=dtype, activation=activation)
         if manifest is not None:
             self._read_workdir(workdir, manifest)
+        elif self.model.config.is_sparse:
+            stored = read_checkpoint(model_path, activation=activation).predictors
+            self.predictors = Predictors(import_predictors(stored), ()) if stored else None
         try:
             self.tokenizer = load_tokenizer(model_path)
         except FileNotFoundError:
@@ -74,8 +79,9 @@ class LLM:
     def mode(self, mode: Mode | None = None) -> Mode:
         """The mode that None stands for.
 
-        A workdir's is predicted if its quality guard passed, else exact; a model folder's is exact. Both
-        are dense if the activation is not sparse.
+        A workdir's is predicted if its quality guard passed, else exact; that of a model folder or file is
+        exact, since nobody measured what its predictors do to the text. All are dense if the activation is
+        not sparse.
         """
         if mode is not None:
             return mode

@@ -6,7 +6,6 @@ checkpoint, hardware -> profile -> placement, predictors -> quality -> speed -> 
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ from pjax.chat import encode_chat
 from pjax.executor import OneProgram, check_mode, make_executor, measure_overlap, on_host
 from pjax.formats import expand_path, load_tokenizer, read_texts
 from pjax.hardware import hardware_preset, measure_hardware
+from pjax.imported import Imports, import_placement, import_predictors, predictors_fingerprint, read_imports
 from pjax.model import Decoder, load_model, model_fingerprint
 from pjax.placement import neuron_bytes, solve_placement
-from pjax.profiler import collect_stats, train_predictors
+from pjax.profiler import HELD_OUT, collect_stats, measure_predictors, train_predictors
 from pjax.quality import Quality, chunks, measure_quality
 from pjax.report import (
     decode_part,
@@ -36,15 +36,14 @@ from pjax.report import (
 from pjax.sampling import greedy
 from pjax.settings import Settings, device_budget
 from pjax.speed import measure_ffn, measure_speed
+from pjax.stages import StageFn, Stages
 from pjax.textio import encode_prompts
 from pjax.workdir import (
     Artefact,
     fingerprint,
-    load,
     pack_placement,
     pack_predictors,
     pack_stats,
-    save,
     unpack_placement,
     unpack_predictors,
     unpack_stats,
@@ -59,9 +58,6 @@ SPEED_PROMPT = 64
 
 SPEED_CAPACITY = 512
 """Of the KV cache while a split step is timed: the next bucket after the prompt and the timed steps."""
-
-StageFn = Callable[[str], ProgressFn]
-"""`stage_fn(name) -> progress_fn`: called when a stage begins to work; not called if it is reused."""
 
 
 class Prepared(NamedTuple):
@@ -85,30 +81,6 @@ class Prepared(NamedTuple):
     predictors: Predictors | None
     placement: Placement | None
     report: dict[str, Any]
-
-
-@dataclasses.dataclass
-class Stages:
-    """Where the stages keep their results and tell of their progress; remembers what each was made from.
-
-    Attributes:
-        workdir: an existing folder.
-        stage_fn: see `StageFn`.
-        made_from: the fingerprint of each stage's artefact, filled as they run.
-    """
-
-    workdir: Path
-    stage_fn: StageFn
-    made_from: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def run(self, name: str, made_from: str, make_fn: Callable[[ProgressFn], Artefact]) -> Artefact:
-        """The stage's artefact, made if it is not there."""
-        self.made_from[name] = made_from
-        found = load(self.workdir, name, made_from)
-        if found is None:
-            found = make_fn(self.stage_fn(name))
-            save(self.workdir, name, made_from, found)
-        return found
 
 
 def encode_text(tokenizer: Any, source: str, num_tokens: int) -> np.ndarray:
@@ -154,6 +126,7 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     encode_prompts(prompt, tokenizer, model.config)
     if settings.mode == "exact":
         check_mode(settings.mode, model.config, None)
+    imports = read_imports(settings, model.config)
     quality_rows = _quality_rows(settings, model, tokenizer)
     made_from = fingerprint(VERSION, jax.__version__, model_fingerprint(model))
     if verify:
@@ -165,22 +138,19 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         ids = encode_text(tokenizer, settings.profile.text, settings.profile.num_tokens)
         rows = profile_rows(ids, model.config.context)
         made_from = fingerprint(made_from, rows)
-        stats = unpack_stats(
-            stages.run(
-                "profile", made_from, lambda fn: pack_stats(collect_stats(model, rows, progress_fn=fn))
-            )
-        )
-        placement = _placement(stages, settings, model, stats, hardware, made_from)
-        made_from = fingerprint(made_from, dataclasses.asdict(settings.predictor), settings.seed)
-        predictors = _predictors(stages, settings, model, rows, made_from)
+        stats = _stats(stages, imports, model, rows, made_from)
+        placement = _placement(stages, settings, imports, model, stats, hardware)
+        predictors = _predictors(stages, settings, imports, model, rows, made_from)
+        made_from = stages.made_from["predictors"]
+    sources = imports.sources
     report: dict[str, Any] = {
         "model": model_part(model),
-        "profile": profile_part(stats) if stats else None,
-        "predictor": predictor_part(predictors, settings.predictor.kind, settings.predictor.dtype)
+        "profile": profile_part(stats, sources["profile"]) if stats else None,
+        "predictor": predictor_part(predictors, settings.predictor.kind, sources["predictor"])
         if predictors
         else None,
         "hardware": hardware_part(hardware),
-        "placement": placement_part(placement) if placement else None,
+        "placement": placement_part(placement, sources["placement"]) if placement else None,
     }
     report["quality"] = _quality(stages, settings, model, quality_rows, predictors, made_from)
     passed = report["quality"]["guard"] == "passed"
@@ -188,7 +158,8 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     timed = encode_text(tokenizer, settings.quality.text, SPEED_PROMPT)
     simulated = hardware.source == "simulated"
     hot_mask = np.concatenate(placement.hot_mask) if placement else None
-    made_from = fingerprint(made_from, timed, hot_mask, simulated, list(map(str, jax.local_devices())))
+    devices, counted = list(map(str, jax.local_devices())), stages.made_from.get("profile")
+    made_from = fingerprint(made_from, timed, counted, hot_mask, simulated, devices)
     report |= _speed(stages, model, predictors, stats, placement, simulated, timed, made_from)
     _write_manifest(stages, settings, model, mode)
     return Prepared(model, tokenizer, prompt, mode, simulated, predictors, placement, report)
@@ -229,44 +200,62 @@ def _hardware(stages: Stages, settings: Settings) -> HardwareSpec:
     return HardwareSpec(**record)
 
 
+def _stats(
+    stages: Stages, imports: Imports, model: Decoder, rows: np.ndarray, made_from: str
+) -> ActivationStats:
+    stats = imports.stats
+    if stats is not None:
+        made_from = fingerprint(made_from, *stats.counts)
+
+    def make(progress_fn: ProgressFn) -> Artefact:
+        return pack_stats(stats or collect_stats(model, rows, progress_fn=progress_fn))
+
+    return unpack_stats(stages.run("profile", made_from, make))
+
+
 def _placement(
     stages: Stages,
     settings: Settings,
+    imports: Imports,
     model: Decoder,
     stats: ActivationStats,
     hardware: HardwareSpec,
-    made_from: str,
 ) -> Placement:
     wanted = settings.placement
     dtype = str(model.layers[0].ffn.up[...].dtype)
     ffn_bytes = neuron_bytes(model.config, dtype) * sum(model.config.neurons)
     budget = min(device_budget(wanted.device_bytes, ffn_bytes, hardware.device_bytes), hardware.device_bytes)
 
-    def make(progress_fn: ProgressFn) -> Artefact:
-        placement = solve_placement(
-            stats,
-            model.config,
-            hardware,
-            device_bytes=budget,
-            dtype=dtype,
-            group_size=wanted.group_size,
-            time_limit_s=wanted.time_limit_s,
-        )
-        return pack_placement(placement)
+    limits: dict[str, Any] = {"device_bytes": budget, "dtype": dtype}
+    solver = {"group_size": wanted.group_size, "time_limit_s": wanted.time_limit_s}
+    hot_mask = imports.hot_mask
 
-    parts = (made_from, dataclasses.asdict(hardware), budget, dtype, wanted.group_size, wanted.time_limit_s)
-    return unpack_placement(stages.run("placement", fingerprint(*parts), make))
+    def make(progress_fn: ProgressFn) -> Artefact:
+        if hot_mask is not None:
+            return pack_placement(import_placement(hot_mask, stats, model.config, hardware, **limits))
+        return pack_placement(solve_placement(stats, model.config, hardware, **limits, **solver))
+
+    how = [solver] if hot_mask is None else hot_mask
+    made_from = fingerprint(stages.made_from["profile"], dataclasses.asdict(hardware), limits, *how)
+    return unpack_placement(stages.run("placement", made_from, make))
 
 
 def _predictors(
-    stages: Stages, settings: Settings, model: Decoder, rows: np.ndarray, made_from: str
+    stages: Stages, settings: Settings, imports: Imports, model: Decoder, rows: np.ndarray, made_from: str
 ) -> Predictors:
+    """Imported ones are measured on what training would hold out."""
+    wanted, stored = settings.predictor, imports.predictors
+    how = [wanted.kind, wanted.dtype, wanted.recall, settings.seed]
+
     def make(progress_fn: ProgressFn) -> Artefact:
-        recall = settings.predictor.recall
+        if stored is not None:
+            layers, held_out = import_predictors(stored), rows[::HELD_OUT]
+            return pack_predictors(measure_predictors(model, layers, held_out, progress_fn=progress_fn))
         return pack_predictors(
-            train_predictors(model, rows, recall=recall, seed=settings.seed, progress_fn=progress_fn)
+            train_predictors(model, rows, recall=wanted.recall, seed=settings.seed, progress_fn=progress_fn)
         )
 
+    made_from = fingerprint(made_from, how if stored is None else predictors_fingerprint(stored))
     return unpack_predictors(stages.run("predictors", made_from, make))
 
 

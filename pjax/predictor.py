@@ -165,17 +165,31 @@ def report_at(predictor: LowRankPredictor, histogram: np.ndarray, recall: float)
     # marked[:, i] counts the scores above threshold i, the lower edge of bin i; none above the last.
     marked = np.concatenate([np.cumsum(histogram[:, ::-1], axis=1)[:, ::-1], np.zeros((2, 1))], axis=1)
     thresholds = np.concatenate([[-CERTAIN], BIN_EDGES, [CERTAIN]])
-    total_inactive, total_active = (int(n) for n in histogram.sum(axis=1))
-    recalls = marked[1] / total_active if total_active else np.ones(len(thresholds))
+    total = histogram.sum(axis=1)
+    recalls = marked[1] / total[1] if total[1] else np.ones(len(thresholds))
     best = int(np.flatnonzero(recalls >= recall)[-1])
-    inactive, active = (int(n) for n in marked[:, best])
-    total = total_inactive + total_active
+    return make_report(predictor, float(thresholds[best]), marked[:, best], total)
+
+
+def make_report(
+    predictor: LowRankPredictor, threshold: float, marked: np.ndarray, total: np.ndarray
+) -> PredictorReport:
+    """What a predictor gives at a threshold.
+
+    Args:
+        predictor: of one layer.
+        threshold: score above which it marks a neuron.
+        marked: [2], how often it marked an inactive, and an active neuron.
+        total: [2], how often neurons were inactive and active.
+    """
+    inactive, active = (int(n) for n in marked)
+    neurons, total_active = int(total.sum()), int(total[1])
     return PredictorReport(
         rank=predictor.first.shape[0],
-        recall=float(recalls[best]),
+        recall=active / total_active if total_active else 1.0,
         precision=active / (active + inactive) if active + inactive else 1.0,
-        density=(active + inactive) / total if total else 0.0,
-        true_density=total_active / total if total else 0.0,
-        threshold=float(thresholds[best]),
+        density=(active + inactive) / neurons if neurons else 0.0,
+        true_density=total_active / neurons if neurons else 0.0,
+        threshold=threshold,
         bytes=sum(a.nbytes for a in (predictor.first, predictor.second, predictor.bias)),
     )

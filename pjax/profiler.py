@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pjax.base import ActivationStats, LowRankPredictor, Predictors, ProgressFn
+from pjax.base import ActivationStats, FfnFn, LowRankPredictor, Predictors, ProgressFn
 from pjax.model import Decoder, check_ids, prompt_positions
 from pjax.model_config import Activation, ModelConfig
 from pjax.ops.reference import ffn_values
@@ -23,6 +23,8 @@ from pjax.predictor import (
     init_fit,
     init_predictor,
     make_optimizer,
+    make_report,
+    predict_mask,
     report_at,
     score_histogram,
 )
@@ -181,6 +183,58 @@ def train_predictors(
         for predictor, report in zip(predictors, reports, strict=True)
     )
     return Predictors(layers, reports)
+
+
+def measure_predictors(
+    model: Decoder,
+    layers: tuple[LowRankPredictor, ...],
+    ids: np.ndarray,
+    *,
+    progress_fn: ProgressFn = _no_progress,
+) -> Predictors:
+    """Reports how well predictors do that were not trained here, at the thresholds they have.
+
+    Args:
+        model: the decoder.
+        layers: one predictor a layer.
+        ids: int32 [batch, seq], none of which they were trained on.
+        progress_fn: called with the sequences done and in all.
+
+    Raises:
+        ValueError: if the ids do not fit the model, or its activation leaves no neuron at zero.
+    """
+    ids = _check_profiled(ids, model.config)
+    graphdef, state = nnx.split(model)
+    layers = jax.device_put(layers)
+    counts = np.zeros((len(layers), 2, 2), np.int64)
+    done = 0
+    for batch in _batches(ids):
+        for total, part in zip(counts, _count_marked(graphdef, state, layers, batch), strict=True):
+            total += np.asarray(part, np.int64).sum(-1)
+        done += len(batch)
+        progress_fn(done, len(ids))
+    reports = tuple(
+        make_report(layer, float(layer.threshold), marked, total)
+        for layer, (marked, total) in zip(layers, counts, strict=True)
+    )
+    return Predictors(layers, reports)
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def _count_marked(graphdef, state, layers: tuple[LowRankPredictor, ...], ids: jax.Array) -> list[jax.Array]:
+    """For each layer int32 [2, 2, neurons]: (marked, all) of its (inactive, active) neurons."""
+    return nnx.merge(graphdef, state).run(ids, prompt_positions(ids), ffn_fn=_marked_ffn_fn(layers))[2]
+
+
+def _marked_ffn_fn(layers: tuple[LowRankPredictor, ...]) -> FfnFn:
+    def ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, observed = observed_ffn_fn(layer, x, residual)
+        active = observed.active_mask
+        marked = predict_mask(layers[layer.index], x, residual).reshape(active.shape)
+        masks = ((marked & ~active, marked & active), (~active, active))
+        return y, jnp.stack([jnp.stack([mask.sum(0, dtype=jnp.int32) for mask in pair]) for pair in masks])
+
+    return ffn_fn
 
 
 def _fit(

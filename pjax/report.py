@@ -3,11 +3,14 @@
 Its keys, null where a mode does not apply, with lists of one entry a layer:
 
     model       name, family, layers, neurons (list), parameters, bytes
-    profile     tokens, density_mean, density_per_layer, hot_share_80 (neurons that make 80 % of the
-                activations), hot_share_80_per_layer
-    predictor   kind, dtype, means over all layers of recall, precision and density, bytes, per_layer
+    profile     source (measured, or a path), tokens, density_mean, density_per_layer, hot_share_80 (neurons
+                that make 80 % of the activations), hot_share_80_per_layer; tokens and densities are null
+                where the source does not say over how many tokens it counted
+    predictor   source (trained, or a path), kind, dtype, means over all layers of recall, precision and
+                density, bytes, per_layer
     hardware    name, source (measured, preset or simulated)
-    placement   status, objective, bound, hot_neurons (list), device_bytes, budget_bytes, solve_s
+    placement   source (solved, or a path), status, objective, bound, hot_neurons (list), device_bytes,
+                budget_bytes, solve_s
     quality     perplexity of each mode; top1_agreement and kl_mean of predicted against dense; guard
     executor    kind, devices, simulated, neuron_load_share, syncs_per_layer; of a split step: step_s,
                 device_s and host_s (its halves alone), timeline
@@ -51,23 +54,26 @@ def model_part(model: Decoder) -> dict[str, Any]:
     }
 
 
-def profile_part(stats: ActivationStats) -> dict[str, Any]:
-    """The `profile` key of the report."""
+def profile_part(stats: ActivationStats, source: str) -> dict[str, Any]:
+    """The `profile` key of the report; source: "measured" or a path."""
+    density = list(stats.density_per_layer) if stats.num_tokens_known else None
     return {
-        "tokens": stats.num_tokens,
-        "density_mean": _mean(list(stats.density_per_layer)),
-        "density_per_layer": list(stats.density_per_layer),
+        "source": source,
+        "tokens": stats.num_tokens if stats.num_tokens_known else None,
+        "density_mean": _mean(density) if density else None,
+        "density_per_layer": density,
         "hot_share_80": hot_share(np.concatenate(stats.counts)),
         "hot_share_80_per_layer": [hot_share(counts) for counts in stats.counts],
     }
 
 
-def predictor_part(predictors: Predictors, kind: str, dtype: str) -> dict[str, Any]:
-    """The `predictor` key of the report; means are over all layers."""
+def predictor_part(predictors: Predictors, kind: str, source: str) -> dict[str, Any]:
+    """The `predictor` key of the report; means are over all layers; source: "trained" or a path."""
     reports = predictors.reports
     return {
+        "source": source,
         "kind": kind,
-        "dtype": dtype,
+        "dtype": str(predictors.layers[0].first.dtype),
         "recall_mean": _mean([r.recall for r in reports]),
         "precision_mean": _mean([r.precision for r in reports]),
         "density_mean": _mean([r.density for r in reports]),
@@ -76,9 +82,10 @@ def predictor_part(predictors: Predictors, kind: str, dtype: str) -> dict[str, A
     }
 
 
-def placement_part(placement: Placement) -> dict[str, Any]:
-    """The `placement` key of the report."""
+def placement_part(placement: Placement, source: str) -> dict[str, Any]:
+    """The `placement` key of the report; source: "solved" or a path."""
     return {
+        "source": source,
         "status": placement.status,
         "objective": placement.objective,
         "bound": placement.bound,

@@ -51,7 +51,7 @@ class StageBars:
         self._task = None
 
     def begin(self, name: str) -> ProgressFn:
-        """Ends the bar of the stage before and begins one; see `pipeline.StageFn`."""
+        """Ends the bar of the stage before and begins one; see `stages.StageFn`."""
         self.end()
         if not self._console.is_terminal:
             self._console.print(f"[{time.perf_counter() - self._start:6.1f} s] {name}", highlight=False)

@@ -16,17 +16,22 @@ class ProfileSettings:
     Attributes:
         text: a .txt or .jsonl file, or "stdlib:calibration".
         num_tokens: at most so many of it.
+        path: a folder with the counts of PowerInfer, `activation_0.pt` and so on, instead of a profile; the
+            text is then only for the predictors.
     """
 
     text: str = "stdlib:calibration"
     num_tokens: int = 131072
+    path: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictorSettings:
-    """How predictors are trained.
+    """Which predictors are used, and how they are trained.
 
     Attributes:
+        path: a folder with predictors of PowerInfer, `model_0.pt` and so on, or a GGUF file of PowerInfer, to
+            read instead of training; "train" trains; None takes those in the model's file, or else trains.
         kind: "lowrank".
         dtype: of its weights, "float32".
         recall: share of the active neurons to mark, on held-out tokens, 0..1.
@@ -35,6 +40,7 @@ class PredictorSettings:
     kind: str = "lowrank"
     dtype: str = "float32"
     recall: float = 0.95
+    path: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +52,14 @@ class PlacementSettings:
         objective: "impact".
         group_size: neurons decided together.
         time_limit_s: of the solver.
+        path: a split of PowerInfer, `model.generated.gpuidx`, instead of the solver.
     """
 
     device_bytes: int | str = "max"
     objective: str = "impact"
     group_size: int = 64
     time_limit_s: float = 30.0
+    path: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,12 +126,13 @@ def _per_layer(arrays: Mapping[str, np.ndarray], prefix: str) -> tuple[np.ndarra
 def pack_stats(stats: ActivationStats) -> Artefact:
     """The statistics as an artefact."""
     arrays = {f"counts.{i}": counts for i, counts in enumerate(stats.counts)}
-    return Artefact(arrays, {"num_tokens": stats.num_tokens})
+    record = {"num_tokens": stats.num_tokens, "num_tokens_known": stats.num_tokens_known}
+    return Artefact(arrays, record)
 
 
 def unpack_stats(artefact: Artefact) -> ActivationStats:
     """The reverse of `pack_stats`."""
-    return ActivationStats(_per_layer(artefact.arrays, "counts"), artefact.record["num_tokens"])
+    return ActivationStats(_per_layer(artefact.arrays, "counts"), **artefact.record)
 
 
 def pack_predictors(predictors: Predictors) -> Artefact:

@@ -1,5 +1,6 @@
 """The parts of the report against numpy, and the table for a sparse and for a dense-only model."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -26,7 +27,8 @@ def test_model_part_by_hand():
 
 
 def test_profile_part_by_hand():
-    assert report.profile_part(STATS) == {
+    assert report.profile_part(STATS, "measured") == {
+        "source": "measured",
         "tokens": 10,
         "density_mean": pytest.approx((10 / 40 + 20 / 60) / 2),
         "density_per_layer": [pytest.approx(10 / 40), pytest.approx(20 / 60)],
@@ -35,21 +37,31 @@ def test_profile_part_by_hand():
     }
 
 
+def test_profile_part_without_a_number_of_tokens():
+    """What cannot be known is null; the shape of the distribution can."""
+    known = report.profile_part(STATS, "measured")
+    unknown = report.profile_part(dataclasses.replace(STATS, num_tokens_known=False), "somewhere")
+    assert unknown == known | {
+        "source": "somewhere", "tokens": None, "density_mean": None, "density_per_layer": None
+    }  # fmt: skip
+
+
 def test_predictor_part_is_the_mean_over_layers():
     predictors = tiny_predictors(tiny_decoder(), 0.5)
-    part = report.predictor_part(predictors, "lowrank", "float32")
+    part = report.predictor_part(predictors, "lowrank", "trained")
     assert part["bytes"] == 100 + 101
     for name in ("recall", "precision", "density"):
         assert part[f"{name}_mean"] == pytest.approx(np.mean([getattr(r, name) for r in predictors.reports]))
     assert list(part["per_layer"][0]) == [
         "rank", "recall", "precision", "density", "true_density", "threshold", "bytes"
     ]  # fmt: skip
-    assert (part["kind"], part["dtype"], len(part["per_layer"])) == ("lowrank", "float32", 2)
+    assert (part["source"], part["kind"], part["dtype"]) == ("trained", "lowrank", "float32")
+    assert len(part["per_layer"]) == 2
 
 
 def test_placement_and_hardware_parts():
-    assert report.placement_part(PLACEMENT) == {
-        "status": "optimal", "objective": 2.3, "bound": 2.5, "hot_neurons": [2, 2], "device_bytes": 4096,
+    assert report.placement_part(PLACEMENT, "solved") == {
+        "source": "solved", "status": "optimal", "objective": 2.3, "bound": 2.5, "hot_neurons": [2, 2], "device_bytes": 4096,
         "budget_bytes": 8192, "solve_s": 0.25,
     }  # fmt: skip
     assert report.hardware_part(HARDWARE) == {"name": "demo", "source": "simulated"}
@@ -65,10 +77,10 @@ def sparse_report() -> dict:
     model = tiny_decoder()
     return {
         "model": report.model_part(model),
-        "profile": report.profile_part(STATS),
-        "predictor": report.predictor_part(tiny_predictors(model, 0.5), "lowrank", "float32"),
+        "profile": report.profile_part(STATS, "measured"),
+        "predictor": report.predictor_part(tiny_predictors(model, 0.5), "lowrank", "trained"),
         "hardware": report.hardware_part(HARDWARE),
-        "placement": report.placement_part(PLACEMENT),
+        "placement": report.placement_part(PLACEMENT, "solved"),
         "executor": {"neuron_load_share": 23 / 30},
         "quality": {
             "perplexity_dense": 12.3456,
