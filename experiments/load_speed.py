@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
-from pjax.model import load_model
+from pjax.storage import load_model
 
 _QUICK = flags.DEFINE_bool("quick", False, "A twentieth of the size, once, to see that it runs.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Processes for each figure, which is their median.", 1)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from pjax import ops
 from pjax.base import Ffn, LowRankPredictor, PackedFfn, PackedMatrix, PredictorReport, Predictors
-from pjax.layers import PackedRows
+from pjax.memory import on_large_pages
 from pjax.model import Decoder, Linear
 from pjax.model_config import ModelConfig, Rope
 from pjax.ops.packed import FORMATS, pack_codes
@@ -87,7 +87,7 @@ def make_model(shape: Shape, dtype: str, seed: int = 0) -> tuple[Decoder, Predic
         model.positions.set_value(jnp.asarray(rng.standard_normal(model.positions.shape, np.float32) * 0.02))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            _fill_linear(module, dtype, rng)
+            module.set_weight(_matrix(rng, *module.weight.shape, dtype))
     layers = []
     for layer in model.layers:
         opener, predictor = _opener(rng, config.model, layer.ffn.up.shape[0], shape.rank, threshold)
@@ -105,16 +105,10 @@ def _matrix(rng: np.random.Generator, rows: int, width: int, dtype: str):
         codes = rng.integers(0, 256 if dtype == "q8_0" else 16, (rows, width // 32, 32), np.uint8)
         deviation = (256 if dtype == "q8_0" else 16) / 12**0.5
         scales = jnp.full((rows, width // 32), scale / deviation, jnp.float16)
-        return PackedMatrix(pack_codes(jnp.asarray(codes), scales, format=dtype), dtype, width)
-    return jnp.asarray(rng.standard_normal((rows, width), np.float32) * np.float32(scale)).astype(dtype)
-
-
-def _fill_linear(module: Linear, dtype: str, rng: np.random.Generator) -> None:
-    matrix = _matrix(rng, *module.weight.shape, dtype)
-    if isinstance(matrix, PackedMatrix):
-        module.weight, module.format = PackedRows(matrix.rows), matrix.format
-    else:
-        module.weight = nnx.Param(matrix)
+        packed = pack_codes(jnp.asarray(codes), scales, format=dtype)
+        return PackedMatrix(on_large_pages(packed), dtype, width)
+    values = jnp.asarray(rng.standard_normal((rows, width), np.float32) * np.float32(scale))
+    return on_large_pages(values.astype(dtype))
 
 
 def _opener(
@@ -138,6 +132,9 @@ def _ffn(rng: np.random.Generator, opener: jnp.ndarray, gated: bool, dtype: str)
         parts = [ops.pack_matrix(opener, dtype)]
         parts += [_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)]
         rows = jnp.concatenate([part.rows for part in parts], axis=1)
-        return PackedFfn(rows, dtype, model, gated)
-    parts = [opener.astype(dtype), *(_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1))]
+        return PackedFfn(on_large_pages(rows), dtype, model, gated)
+    parts = [
+        on_large_pages(opener.astype(dtype)),
+        *(_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)),
+    ]
     return Ffn(*parts) if gated else Ffn(None, *parts)

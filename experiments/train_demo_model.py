@@ -25,8 +25,9 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from pjax.formats import read_texts, write_checkpoint
-from pjax.model import Decoder, weight_name
+from pjax.model import Decoder
 from pjax.model_config import ModelConfig, Rope
+from pjax.storage import weight_name
 
 _OUT = flags.DEFINE_string("out", "runs/demo_model", "New folder that gets the model, Hugging Face style.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/train_demo_model", "Folder of the checkpoints and the log.")

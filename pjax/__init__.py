@@ -1,19 +1,19 @@
 """pjax: activation-sparse LLMs in JAX. Hot neurons on the device, cold ones on the host, the rest skipped."""
 
 from pjax.base import VERSION as __version__
-from pjax.base import ActivationStats, Ffn, HardwareSpec, Placement, Predictors
+from pjax.base import ActivationStats, Ffn, HardwareSpec, PackedFfn, Placement, Predictors
 from pjax.formats import load_tokenizer
 from pjax.generate import Generation
 from pjax.hardware import hardware_preset, measure_hardware
 from pjax.layers import SparseFfn
 from pjax.llm import LLM
-from pjax.model import Decoder, load_model
+from pjax.model import Decoder
 from pjax.model_config import ModelConfig
-from pjax.ops import sparse_ffn
+from pjax.ops import pack_ffn, sparse_ffn, unpack_ffn
 from pjax.placement import solve_placement
 from pjax.profiler import collect_stats, train_predictors
-from pjax.saving import save_model
 from pjax.split import merge_ffn, split_ffn
+from pjax.storage import load_model, quantize, save_model
 
 __all__ = [
     "LLM",
@@ -23,6 +23,7 @@ __all__ = [
     "Generation",
     "HardwareSpec",
     "ModelConfig",
+    "PackedFfn",
     "Placement",
     "Predictors",
     "SparseFfn",
@@ -33,9 +34,12 @@ __all__ = [
     "load_tokenizer",
     "measure_hardware",
     "merge_ffn",
+    "pack_ffn",
+    "quantize",
     "save_model",
     "solve_placement",
     "sparse_ffn",
     "split_ffn",
     "train_predictors",
+    "unpack_ffn",
 ]

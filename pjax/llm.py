@@ -11,7 +11,8 @@ from pjax.executor import make_executor, on_host
 from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_json
 from pjax.generate import Generation, generate, stream
 from pjax.imported import import_predictors
-from pjax.model import Decoder, load_model, model_fingerprint
+from pjax.model import Decoder
+from pjax.storage import load_model, model_fingerprint
 from pjax.workdir import load, unpack_placement, unpack_predictors
 
 

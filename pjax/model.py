@@ -1,9 +1,6 @@
 """The one decoder, in Flax NNX, that covers every family by its config; and loading it."""
 
-import dataclasses
-import os
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +11,9 @@ from jax.core import Tracer
 from pjax import ops
 from pjax.attention import KvCache, alibi_slopes, attend_prompt, rotary_frequencies
 from pjax.base import FfnFn, Matrix, PackedMatrix
-from pjax.formats import read_checkpoint
-from pjax.formats.mapped import load_array
 from pjax.layers import PackedRows, SparseFfn, dense_ffn_fn
 from pjax.model_config import ModelConfig
 from pjax.ops.attention_reference import append, rotate, rotation_at
-from pjax.workdir import fingerprint
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
@@ -51,10 +45,11 @@ class Linear(nnx.Module):
         weight = self.weight[...]
         return weight if self.format is None else PackedMatrix(weight, self.format, self.width)
 
-    def pack(self, format: str) -> None:
-        """Quantises the weight, see `ops.pack_matrix`."""
-        matrix = ops.pack_matrix(self.weight[...], format)
-        self.weight, self.format = PackedRows(matrix.rows), format
+    def set_weight(self, matrix: Matrix) -> None:
+        """Replaces the weight by one of any type."""
+        packed = isinstance(matrix, PackedMatrix)
+        self.weight = PackedRows(matrix.rows) if packed else nnx.Param(matrix)
+        self.format = matrix.format if packed else None
 
     def rows(self, ids: jax.Array) -> jax.Array:
         """The weight's rows with these numbers: int32 [...] -> float32 [..., in]."""
@@ -291,58 +286,3 @@ class Decoder(nnx.Module):
         if not isinstance(ids, Tracer):
             ids = jnp.asarray(check_ids(np.asarray(ids), self.config))
         return self.logits(self.run(ids, prompt_positions(ids), ffn_fn=ffn_fn)[0])
-
-
-def weight_name(path: tuple) -> str:
-    """The canonical dotted name of a weight: ("layers", 0, "ffn", "up") -> "layers.0.ffn.up"."""
-    return ".".join(str(part) for part in path)
-
-
-def load_model(
-    path: str | os.PathLike, *, dtype: str | None = None, activation: str | None = None
-) -> Decoder:
-    """Loads a model.
-
-    Args:
-        path: a Hugging Face folder.
-        dtype: storage type of the matrices, "float32", "bfloat16" or "float16"; None keeps the
-            file's. Norms and biases are always float32.
-        activation: overrides the activation that the file names.
-
-    Raises:
-        ValueError, FileNotFoundError: if the file is not there, broken or of an unknown kind.
-    """
-    if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise ValueError(f'dtype: expected None, "float32", "bfloat16" or "float16", got {dtype!r}')
-    checkpoint = read_checkpoint(path, activation=activation)
-    config, tensors = checkpoint.config, checkpoint.tensors
-    # Only shapes are wanted: the streams of nnx.Rngs, traced, would take longer than reading the weights.
-    key = jax.random.key(0)
-    rngs: Any = SimpleNamespace(params=lambda: key)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=rngs))
-    for variable_path, variable in nnx.to_flat_state(nnx.state(model)):
-        tensor = tensors[weight_name(variable_path)]
-        matrix_dtype = tensor.dtype if dtype is None else jnp.dtype(dtype)
-        array = load_array(tensor, np.dtype(np.float32) if len(tensor.shape) == 1 else matrix_dtype)
-        variable.set_value(jax.device_put(array))
-    return model
-
-
-FINGERPRINT_SAMPLES = 4096
-"""Elements of a tensor that its fingerprint looks at: any retraining changes nearly all of them, and a
-70B model is done in a second."""
-
-
-def model_fingerprint(model: Decoder, *, full: bool = False) -> str:
-    """A hash of the config and of each weight's name, shape, type and sampled bytes.
-
-    Args:
-        model: the decoder.
-        full: hash every byte.
-    """
-    parts: list = [dataclasses.asdict(model.config)]
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        array = np.asarray(variable[...])
-        step = 1 if full else max(1, array.size // FINGERPRINT_SAMPLES)
-        parts += [weight_name(path), list(array.shape), array.reshape(-1)[::step]]
-    return fingerprint(*parts)

@@ -18,7 +18,7 @@ from pjax.executor import OneProgram, check_mode, make_executor, measure_overlap
 from pjax.formats import expand_path, load_tokenizer, read_texts
 from pjax.hardware import hardware_preset, measure_hardware
 from pjax.imported import Imports, import_placement, import_predictors, predictors_fingerprint, read_imports
-from pjax.model import Decoder, load_model, model_fingerprint
+from pjax.model import Decoder
 from pjax.placement import neuron_bytes, solve_placement
 from pjax.profiler import HELD_OUT, collect_stats, measure_predictors, train_predictors
 from pjax.quality import Quality, chunks, measure_quality
@@ -37,6 +37,7 @@ from pjax.sampling import greedy
 from pjax.settings import Settings, device_budget
 from pjax.speed import measure_ffn, measure_speed
 from pjax.stages import StageFn, Stages
+from pjax.storage import load_model, model_fingerprint
 from pjax.textio import encode_prompts
 from pjax.workdir import (
     Artefact,

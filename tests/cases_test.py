@@ -14,8 +14,9 @@ from flax import nnx
 
 from pjax.attention import KvCache
 from pjax.layers import dense_ffn_fn, exact_ffn_fn
-from pjax.model import load_model, prompt_positions
+from pjax.model import prompt_positions
 from pjax.profiler import observed_ffn_fn
+from pjax.storage import load_model
 from tests.cases import checkpoint_names, find_case
 
 CAUSES = {
@@ -49,6 +50,20 @@ def read_token(graphdef, state, ids, position, caches):
     return jnp.argmax(model.logits(residual)[:, 0], -1), caches
 
 
+def decode(model, ids, num_new):
+    """Logits of a prompt [batch, seq, vocab], neurons' active tokens, and greedy ids [batch, num_new]."""
+    config, (batch, num_prompt) = model.config, ids.shape
+    graphdef, state = nnx.split(model)
+    shape = (batch, config.kv_heads, num_prompt + num_new, config.head_dim)
+    empty = KvCache(jnp.zeros(shape, model.cache_dtype), jnp.zeros(shape, model.cache_dtype))
+    logits, caches, active = read_prompt(graphdef, state, jnp.asarray(ids), (empty,) * config.layers)
+    new_ids = [jnp.argmax(logits[:, -1], -1)]
+    for position in range(num_prompt, num_prompt + num_new - 1):
+        best, caches = read_token(graphdef, state, new_ids[-1], jnp.int32(position), caches)
+        new_ids.append(best)
+    return logits, active, np.stack(new_ids, 1)
+
+
 def expectation(folder: Path) -> tuple[str, Path]:
     """What a case must do, and the folder whose golden.npz holds."""
     file = folder / "expect.json"
@@ -72,25 +87,12 @@ def test_case(name, tmp_path, caplog):
         model = load_model(shutil.copytree(folder, tmp_path / "model"))
     assert bool(caplog.records) == (expect == "warn"), caplog.text
     golden = np.load(golden_folder / "golden.npz")
-    config = model.config
-    graphdef, state = nnx.split(model)
-    ids = jnp.asarray(golden["ids"])
-    num_prompt, num_new = ids.shape[1], golden["greedy"].shape[1]
-    shape = (len(ids), config.kv_heads, num_prompt + num_new, config.head_dim)
-    caches = tuple(
-        KvCache(jnp.zeros(shape, model.cache_dtype), jnp.zeros(shape, model.cache_dtype))
-        for _ in range(config.layers)
-    )
-    logits, caches, active = read_prompt(graphdef, state, ids, caches)
+    logits, active, new_ids = decode(model, golden["ids"], golden["greedy"].shape[1])
     # The other implementation rounds ALiBi's distances to bfloat16.
-    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=5e-3 if config.alibi else 2e-5)
-    if config.is_sparse:
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=5e-3 if model.config.alibi else 2e-5)
+    if model.config.is_sparse:
         np.testing.assert_array_equal(active, golden["active"])
-    new_ids = [jnp.argmax(logits[:, -1], -1)]
-    for position in range(num_prompt, num_prompt + num_new - 1):
-        best, caches = read_token(graphdef, state, new_ids[-1], jnp.int32(position), caches)
-        new_ids.append(best)
-    np.testing.assert_array_equal(np.stack(new_ids, 1), golden["greedy"])
+    np.testing.assert_array_equal(new_ids, golden["greedy"])
 
 
 def test_every_faulty_case_has_its_cause():

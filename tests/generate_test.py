@@ -11,8 +11,8 @@ import pytest
 from pjax.base import DecodeState
 from pjax.executor import OneProgram
 from pjax.generate import cache_capacity, generate, read_ids, stream
-from pjax.model import load_model
 from pjax.sampling import NOT_A_TOKEN
+from pjax.storage import load_model
 from tests.cases import find_case
 from tests.tiny_model import tiny_config, tiny_decoder
 

@@ -30,9 +30,9 @@ FLOORS = {
     "attention": 2,
     "layers": 3,
     "model": 3,
+    "storage": 3,
     "profiler": 4,
     "executor": 4,
-    "saving": 4,
     "generate": 5,
     "quality": 5,
     "speed": 5,
@@ -43,7 +43,7 @@ FLOORS = {
 }
 """The floor of each module; those of one floor do not import each other, save where SAME_FLOOR says."""
 
-SAME_FLOOR = {("base", "model_config"), ("model", "layers"), ("report", "quality"), ("report", "speed")}
+SAME_FLOOR = {("base", "model_config"), ("model", "layers"), ("storage", "layers"), ("storage", "model"), ("report", "quality"), ("report", "speed")}
 
 ONLY_IN = {
     "mip": {"placement"},

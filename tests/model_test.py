@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from pjax.attention import KvCache, attend, attend_prompt
-from pjax.model import load_model, model_fingerprint, prompt_positions
+from pjax.model import prompt_positions
+from pjax.storage import load_model, model_fingerprint
 from tests.tiny import edit_config, tiny_llama, tiny_opt
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pjax import profiler
-from pjax.model import load_model
 from pjax.predictor import default_rank, predict_mask
 from pjax.profiler import collect_stats, hot_share, train_predictors
+from pjax.storage import load_model
 from tests.cases import find_case
 from tests.tiny_model import ffn_inputs, ffn_values, tiny_decoder, tiny_ids
 

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 import pjax
-from pjax.model import weight_name
 from pjax.model_config import Rope
+from pjax.storage import weight_name
 from tests.cases import checkpoint_names, find_case
 from tests.tiny_model import tiny_decoder
 
