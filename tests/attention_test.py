@@ -1,4 +1,4 @@
-"""Positions and attention against formulas in float64, and the same text in one piece, in steps and padded."""
+"""Positions and attention against formulas in float64; a text in one piece, in steps, and padded."""
 
 import dataclasses
 import math
