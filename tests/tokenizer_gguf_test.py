@@ -292,6 +292,53 @@ def test_wrong_metadata(metadata, changes, message):
         gguf_tokenizer(file_of(wrong))
 
 
+JUNK = st.sampled_from(
+    [
+        None,
+        -1,
+        1.5,
+        True,
+        "",
+        "x",
+        (),
+        ("",),
+        ("a", "a"),
+        ("a", 1),
+        np.arange(5),
+        np.full(320, 7),
+        np.full(287, 6),
+    ]
+)
+
+
+@st.composite
+def damaged_metadata(draw):
+    """Metadata with keys gone, values of other types, and entries of the lists replaced."""
+    metadata = dict(draw(st.sampled_from([BPE, SPM])))
+    for key in draw(st.lists(st.sampled_from(sorted(metadata)), min_size=1, max_size=3, unique=True)):
+        value = metadata.pop(key)
+        if isinstance(value, tuple):
+            entries = list(value)
+            for index in draw(st.lists(st.integers(0, len(value) - 1), max_size=4)):
+                entries[index] = draw(st.sampled_from(["", " ", "a", " a", "a ", "▁", "<s>", "Ġ b", "日"]))
+            metadata[key] = tuple(entries)
+        elif draw(st.booleans()):
+            metadata[key] = draw(JUNK)
+    return metadata
+
+
+@settings(max_examples=300, deadline=None)
+@given(metadata=damaged_metadata())
+def test_damaged_metadata(metadata):
+    """Whatever is in it, there is a tokenizer that works or an error that names the file."""
+    try:
+        tokenizer = gguf_tokenizer(file_of(metadata))
+    except (ValueError, FileNotFoundError) as error:
+        assert "m.gguf" in str(error)
+    else:
+        assert isinstance(tokenizer.decode(tokenizer.encode("the 日 a</s> \n  b")), str)
+
+
 def test_chat_template_must_be_a_text():
     assert gguf_tokenizer(file_of(BPE | {"tokenizer.chat_template": "x"})).chat_template == "x"
     with pytest.raises(ValueError, match="tokenizer.chat_template: expected a text"):

@@ -37,13 +37,13 @@ def test_stream_never_shows_half_a_character(kind, text):
 
 
 @settings(max_examples=200, deadline=None)
-@given(ids=st.lists(st.integers(0, 330), max_size=60))
+@given(ids=st.lists(st.integers(-2, 330) | st.just(1 << 40), max_size=60))
 def test_stream_of_any_ids(ids):
     """Ids that are no text, special or out of range too: the stream agrees with the library's decoding."""
     tokenizer = Tokenizer(FastCodec(LIBRARIES["byte_level"]))
-    assert (
-        "".join(stream_pieces(tokenizer, ids)) == tokenizer.decode(ids) == LIBRARIES["byte_level"].decode(ids)
-    )
+    possible = [i for i in ids if 0 <= i < 1 << 32]
+    expected = LIBRARIES["byte_level"].decode(possible)
+    assert "".join(stream_pieces(tokenizer, ids)) == tokenizer.decode(ids) == expected
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)

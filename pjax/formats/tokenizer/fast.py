@@ -8,6 +8,10 @@ from typing import NamedTuple
 import tokenizers
 
 
+_TOO_LARGE = 1 << 32
+"""The library keeps ids in 32 bits."""
+
+
 class AddedToken(NamedTuple):
     """A token that is found in a text as a whole, before anything else.
 
@@ -51,7 +55,7 @@ class FastCodec:
 
     def has(self, token_id: int) -> bool:
         """Whether there is such an id."""
-        return self.library.id_to_token(token_id) is not None
+        return 0 <= token_id < _TOO_LARGE and self.library.id_to_token(token_id) is not None
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, with those that the library's post-processor puts around it."""

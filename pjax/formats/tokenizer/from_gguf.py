@@ -179,8 +179,8 @@ def _byte_level(
 ) -> tokenizers.Tokenizer:
     merges = []
     for merge in keys.texts(Keys.Tokenizer.MERGES):
-        left, space, right = merge.partition(" ")
-        if not space or " " in right:
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
             raise ValueError(
                 f"{keys.path}: {Keys.Tokenizer.MERGES}: expected two tokens with a space between them, "
                 f"found {merge!r}."
