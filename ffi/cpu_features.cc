@@ -9,16 +9,18 @@ bool Supports(CpuLevel level) {
     case CpuLevel::kPortable:
       return true;
     case CpuLevel::kAvx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     case CpuLevel::kAvx512:
       return Supports(CpuLevel::kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case CpuLevel::kAvx512Vnni:
+      return Supports(CpuLevel::kAvx512) && __builtin_cpu_supports("avx512vnni");
   }
 #endif
   return level == CpuLevel::kPortable;
 }
 
-constexpr CpuLevel kLevels[] = {CpuLevel::kPortable, CpuLevel::kAvx2, CpuLevel::kAvx512};
+constexpr CpuLevel kLevels[] = {CpuLevel::kPortable, CpuLevel::kAvx2, CpuLevel::kAvx512, CpuLevel::kAvx512Vnni};
 
 }  // namespace
 
@@ -36,6 +38,8 @@ const char* CpuLevelName(CpuLevel level) {
       return "avx2";
     case CpuLevel::kAvx512:
       return "avx512";
+    case CpuLevel::kAvx512Vnni:
+      return "avx512vnni";
     case CpuLevel::kPortable:
       break;
   }
@@ -56,6 +60,7 @@ CpuLevel ChooseCpuLevel(const char* requested, std::string* error) {
 
 const RowKernels& KernelsFor(CpuLevel level, WeightType type) {
 #if defined(PJAX_X86)
+  if (level == CpuLevel::kAvx512Vnni) return Avx512VnniKernels(type);
   if (level == CpuLevel::kAvx512) return Avx512Kernels(type);
   if (level == CpuLevel::kAvx2) return Avx2Kernels(type);
 #endif

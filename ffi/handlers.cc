@@ -17,6 +17,7 @@ using Vector32 = ffi::BufferR1<ffi::F32>;
 using Matrix32 = ffi::BufferR2<ffi::F32>;
 using Mask = ffi::BufferR2<ffi::PRED>;
 using CountsResult = ffi::ResultBufferR2<ffi::S32>;
+using PackedRows = ffi::BufferR2<ffi::U8>;
 using MatrixResult = ffi::ResultBufferR2<ffi::F32>;
 using WordResult = ffi::ResultBufferR0<ffi::U32>;
 using AddressResult = ffi::ResultBufferR1<ffi::U32>;
@@ -24,17 +25,67 @@ using AddressResult = ffi::ResultBufferR1<ffi::U32>;
 std::optional<WeightType> TypeOf(const ffi::AnyBuffer& buffer) {
   if (buffer.element_type() == ffi::F32) return WeightType::kFloat32;
   if (buffer.element_type() == ffi::BF16) return WeightType::kBfloat16;
+  if (buffer.element_type() == ffi::F16) return WeightType::kFloat16;
   return std::nullopt;
+}
+
+// The attribute "format" of packed rows; 0 stands for plain arrays.
+std::optional<WeightType> TypeOfFormat(int64_t format) {
+  if (format == 1) return WeightType::kQ8_0;
+  if (format == 2) return WeightType::kQ4_0;
+  return std::nullopt;
+}
+
+ffi::Error ExpectWholeBlocks(const char* name, int64_t size, const RowKernels& kernels) {
+  if (size % kernels.columns_per_scale == 0) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(name) + ": expected a width that is a multiple of " +
+                                     std::to_string(kernels.columns_per_scale) + ", got " + std::to_string(size));
+}
+
+// What both FFN handlers take beside the rows.
+struct FfnOperands {
+  Matrix32 x;
+  Vector32 gate_bias, up_bias;
+  Mask mask;
+  MatrixResult y;
+  CountsResult counts;
+};
+
+// Checks all but the rows and fills in what does not depend on them.
+ffi::Error ReadOperands(FfnOperands& operands, int64_t neurons, int64_t model, FfnArgs* args) {
+  const int64_t batch = operands.x.dimensions()[0];
+  PJAX_RETURN_IF_ERROR(Expect("x", operands.x.dimensions(), {batch, model}));
+  for (const auto& [name, bias] :
+       {std::pair{"gate_bias", &operands.gate_bias}, std::pair{"up_bias", &operands.up_bias}}) {
+    if (bias->element_count() > 0) PJAX_RETURN_IF_ERROR(Expect(name, bias->dimensions(), {neurons}));
+  }
+  if (operands.mask.element_count() > 0) {
+    PJAX_RETURN_IF_ERROR(Expect("mask", operands.mask.dimensions(), {batch, neurons}));
+  }
+  PJAX_RETURN_IF_ERROR(Expect("y", operands.y->dimensions(), {batch, model}));
+  PJAX_RETURN_IF_ERROR(Expect("counts", operands.counts->dimensions(), {3, batch}));
+  args->gate_bias = IfPresent(operands.gate_bias.typed_data(), operands.gate_bias.element_count());
+  args->up_bias = IfPresent(operands.up_bias.typed_data(), operands.up_bias.element_count());
+  args->x = operands.x.typed_data();
+  args->mask =
+      IfPresent(reinterpret_cast<const uint8_t*>(operands.mask.typed_data()), operands.mask.element_count());
+  args->batch = batch;
+  args->neurons = neurons;
+  args->model = model;
+  args->y = operands.y->typed_data();
+  args->predicted = operands.counts->typed_data();
+  args->computed = args->predicted + batch;
+  args->active = args->computed + batch;
+  return ffi::Error::Success();
 }
 
 ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, Vector32 gate_bias,
                          Vector32 up_bias, Mask mask, MatrixResult y, CountsResult counts, float threshold, bool square,
                          bool rectify_up, bool every_neuron) {
   if (up.dimensions().size() != 2) return ffi::Error::InvalidArgument("up: expected shape [neurons, model]");
-  const int64_t batch = x.dimensions()[0], neurons = up.dimensions()[0], model = up.dimensions()[1];
+  const int64_t neurons = up.dimensions()[0], model = up.dimensions()[1];
   const std::optional<WeightType> type = TypeOf(up);
-  if (!type) return ffi::Error::InvalidArgument("up: expected float32 or bfloat16");
-  PJAX_RETURN_IF_ERROR(Expect("x", x.dimensions(), {batch, model}));
+  if (!type) return ffi::Error::InvalidArgument("up: expected float32, bfloat16 or float16");
   for (const auto& [name, matrix] : {std::pair{"gate", &gate}, std::pair{"down", &down}}) {
     if (matrix->element_type() != up.element_type()) {
       return ffi::Error::InvalidArgument(std::string(name) + ": expected the type of up");
@@ -42,47 +93,69 @@ ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi
     if (matrix == &gate && gate.element_count() == 0) continue;
     PJAX_RETURN_IF_ERROR(Expect(name, matrix->dimensions(), {neurons, model}));
   }
-  for (const auto& [name, bias] : {std::pair{"gate_bias", &gate_bias}, std::pair{"up_bias", &up_bias}}) {
-    if (bias->element_count() > 0) PJAX_RETURN_IF_ERROR(Expect(name, bias->dimensions(), {neurons}));
-  }
-  if (mask.element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("mask", mask.dimensions(), {batch, neurons}));
-  PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, model}));
-  PJAX_RETURN_IF_ERROR(Expect("counts", counts->dimensions(), {3, batch}));
-
+  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts};
   FfnArgs args;
+  PJAX_RETURN_IF_ERROR(ReadOperands(operands, neurons, model, &args));
+  const RowKernels& kernels = KernelsFor(Level(), *type);
   args.gate = IfPresent(gate.untyped_data(), gate.element_count());
   args.up = up.untyped_data();
   args.down = down.untyped_data();
-  args.gate_bias = IfPresent(gate_bias.typed_data(), gate_bias.element_count());
-  args.up_bias = IfPresent(up_bias.typed_data(), up_bias.element_count());
-  args.x = x.typed_data();
-  args.mask = IfPresent(reinterpret_cast<const uint8_t*>(mask.typed_data()), mask.element_count());
-  args.batch = batch;
-  args.neurons = neurons;
-  args.model = model;
+  args.row_stride = kernels.row_bytes(model);
   args.threshold = threshold;
   args.square = square;
   args.rectify_up = rectify_up;
   args.every_neuron = every_neuron;
-  args.y = y->typed_data();
-  args.predicted = counts->typed_data();
-  args.computed = counts->typed_data() + batch;
-  args.active = counts->typed_data() + 2 * batch;
-  SparseFfn(args, KernelsFor(Level(), *type), ThreadPool::Process());
+  SparseFfn(args, kernels, ThreadPool::Process());
   return ffi::Error::Success();
 }
 
-ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixResult y) {
+ffi::Error PackedFfnImpl(Matrix32 x, PackedRows rows, Vector32 gate_bias, Vector32 up_bias, Mask mask, MatrixResult y,
+                         CountsResult counts, int64_t format, bool gated, float threshold, bool square,
+                         bool rectify_up, bool every_neuron) {
+  const std::optional<WeightType> type = TypeOfFormat(format);
+  if (!type) return ffi::Error::InvalidArgument("format: expected 1 (q8_0) or 2 (q4_0), got " + std::to_string(format));
+  const RowKernels& kernels = KernelsFor(Level(), *type);
+  const int64_t neurons = rows.dimensions()[0], model = x.dimensions()[1];
+  PJAX_RETURN_IF_ERROR(ExpectWholeBlocks("x", model, kernels));
+  const int64_t row_bytes = kernels.row_bytes(model), num_rows = gated ? 3 : 2;
+  PJAX_RETURN_IF_ERROR(Expect("rows", rows.dimensions(), {neurons, num_rows * row_bytes}));
+  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts};
+  FfnArgs args;
+  PJAX_RETURN_IF_ERROR(ReadOperands(operands, neurons, model, &args));
+  const uint8_t* bundle = rows.typed_data();
+  args.gate = gated ? bundle : nullptr;
+  args.up = bundle + (num_rows - 2) * row_bytes;
+  args.down = bundle + (num_rows - 1) * row_bytes;
+  args.row_stride = num_rows * row_bytes;
+  args.threshold = threshold;
+  args.square = square;
+  args.rectify_up = rectify_up;
+  args.every_neuron = every_neuron;
+  SparseFfn(args, kernels, ThreadPool::Process());
+  return ffi::Error::Success();
+}
+
+ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixResult y, int64_t format) {
   if (weight.dimensions().size() != 2) return ffi::Error::InvalidArgument("weight: expected shape [out, in]");
-  const std::optional<WeightType> type = TypeOf(weight);
-  if (!type) return ffi::Error::InvalidArgument("weight: expected float32 or bfloat16");
-  const int64_t batch = x.dimensions()[0], rows = weight.dimensions()[0], columns = weight.dimensions()[1];
-  PJAX_RETURN_IF_ERROR(Expect("x", x.dimensions(), {batch, columns}));
+  if (format < 0 || format > 2) {
+    return ffi::Error::InvalidArgument("format: expected 0 (as stored), 1 (q8_0) or 2 (q4_0), got " +
+                                       std::to_string(format));
+  }
+  const std::optional<WeightType> type = format == 0 ? TypeOf(weight) : TypeOfFormat(format);
+  if (!type) return ffi::Error::InvalidArgument("weight: expected float32, bfloat16 or float16, or packed rows");
+  if (format > 0 && weight.element_type() != ffi::U8) {
+    return ffi::Error::InvalidArgument("weight: expected uint8, of packed rows");
+  }
+  const RowKernels& kernels = KernelsFor(Level(), *type);
+  const int64_t batch = x.dimensions()[0], rows = weight.dimensions()[0], columns = x.dimensions()[1];
+  PJAX_RETURN_IF_ERROR(ExpectWholeBlocks("x", columns, kernels));
+  PJAX_RETURN_IF_ERROR(
+      Expect("weight", weight.dimensions(), {rows, format == 0 ? columns : kernels.row_bytes(columns)}));
   if (bias.element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("bias", bias.dimensions(), {rows}));
   PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, rows}));
   const float* bias_data = IfPresent(bias.typed_data(), bias.element_count());
   const MatvecArgs args{weight.untyped_data(), bias_data, x.typed_data(), batch, rows, columns, y->typed_data()};
-  Matvec(args, KernelsFor(Level(), *type), ThreadPool::Process());
+  Matvec(args, kernels, ThreadPool::Process());
   return ffi::Error::Success();
 }
 
@@ -106,6 +179,7 @@ ffi::Error AddressImpl(ffi::AnyBuffer x, AddressResult address) {
 
 extern "C" {
 PJAX_EXPORT XLA_FFI_Error* pjax_sparse_ffn(XLA_FFI_CallFrame*);
+PJAX_EXPORT XLA_FFI_Error* pjax_packed_ffn(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_matvec(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_stream_sum(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_address(XLA_FFI_CallFrame*);
@@ -141,12 +215,29 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_sparse_ffn, pjax::SparseFfnImpl,
                                   .Attr<bool>("rectify_up")
                                   .Attr<bool>("every_neuron"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_packed_ffn, pjax::PackedFfnImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<pjax::Matrix32>()
+                                  .Arg<pjax::PackedRows>()
+                                  .Arg<pjax::Vector32>()
+                                  .Arg<pjax::Vector32>()
+                                  .Arg<pjax::Mask>()
+                                  .Ret<pjax::Matrix32>()
+                                  .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<bool>("gated")
+                                  .Attr<float>("threshold")
+                                  .Attr<bool>("square")
+                                  .Attr<bool>("rectify_up")
+                                  .Attr<bool>("every_neuron"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_matvec, pjax::MatvecImpl,
                               xla::ffi::Ffi::Bind()
                                   .Arg<pjax::Matrix32>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<pjax::Vector32>()
-                                  .Ret<pjax::Matrix32>());
+                                  .Ret<pjax::Matrix32>()
+                                  .Attr<int64_t>("format"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_stream_sum, pjax::StreamSumImpl,
                               xla::ffi::Ffi::Bind()

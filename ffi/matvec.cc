@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "chunks.h"
-#include "lane_order.h"
 #include "scratch.h"
 
 namespace pjax {
@@ -22,15 +21,15 @@ constexpr int64_t kAheadBytes = 4096;
 struct MatvecWork {
   const MatvecArgs& args;
   const RowKernels& kernels;
-  const float* x;  // [batch, padded], lane order
-  int64_t padded;
+  const char* x;  // [batch, prepared_bytes]
+  int64_t prepared_bytes;
   Chunks chunks;
 };
 
 void MatvecChunks(void* data) {
   MatvecWork& work = *static_cast<MatvecWork*>(data);
   const MatvecArgs& args = work.args;
-  const int64_t row_bytes = args.columns * work.kernels.element_bytes;
+  const int64_t row_bytes = work.kernels.row_bytes(args.columns);
   for (Chunk chunk = work.chunks.Next(); chunk.begin < chunk.end; chunk = work.chunks.Next()) {
     for (int64_t r = chunk.begin; r < chunk.end; ++r) {
       const char* row = static_cast<const char*>(args.weight) + r * row_bytes;
@@ -38,7 +37,7 @@ void MatvecChunks(void* data) {
       for (int64_t token = 0; token < args.batch; ++token) {
         const char* next = token == 0 ? row + kAheadBytes : row;  // later tokens find the row in the cache
         args.y[token * args.rows + r] =
-            work.kernels.dot(row, work.x + token * work.padded, args.columns, next) + bias;
+            work.kernels.dot(row, work.x + token * work.prepared_bytes, args.columns, next) + bias;
       }
     }
   }
@@ -63,14 +62,14 @@ void StreamChunks(void* data) {
 }  // namespace
 
 void Matvec(const MatvecArgs& args, const RowKernels& kernels, ThreadPool& pool) {
-  const int64_t padded = PaddedSize(args.columns), row_bytes = args.columns * kernels.element_bytes;
-  Scratch scratch(Scratch::BytesFor<float>(args.batch * padded));
-  float* x = scratch.Take<float>(args.batch * padded);
+  const int64_t prepared_bytes = kernels.prepared_bytes(args.columns), row_bytes = kernels.row_bytes(args.columns);
+  Scratch scratch(Scratch::BytesFor<char>(args.batch * prepared_bytes));
+  char* x = scratch.Take<char>(args.batch * prepared_bytes);
   for (int64_t token = 0; token < args.batch; ++token) {
-    ToLaneOrder(kernels, args.x + token * args.columns, args.columns, x + token * padded);
+    kernels.prepare(args.x + token * args.columns, args.columns, x + token * prepared_bytes);
   }
   const int64_t min_rows = kMinChunkBytes / std::max<int64_t>(1, row_bytes);
-  MatvecWork work{args, kernels, x, padded, Chunks(args.rows, min_rows, pool.num_threads())};
+  MatvecWork work{args, kernels, x, prepared_bytes, Chunks(args.rows, min_rows, pool.num_threads())};
   pool.Run(args.rows * row_bytes > kInlineBytes, MatvecChunks, &work);
 }
 

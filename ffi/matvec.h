@@ -10,14 +10,14 @@
 namespace pjax {
 
 struct MatvecArgs {
-  const void* weight;  // [rows, columns]
+  const void* weight;  // [rows] rows of `columns` weights, as RowKernels has them, without gaps
   const float* bias;   // [rows] or nullptr
   const float* x;      // [batch, columns]
   int64_t batch, rows, columns;
   float* y;            // [batch, rows]
 };
 
-// y[t, r] = weight[r] . x[t] + bias[r].
+// y[t, r] = weight[r] . x[t] + bias[r]. Every row is read from memory once; the tokens find it in the cache.
 void Matvec(const MatvecArgs& args, const RowKernels& kernels, ThreadPool& pool);
 
 // Sum modulo 2^32 of the buffer as native uint32 words, the last one padded with zero bytes.

@@ -10,32 +10,52 @@
 
 namespace pjax {
 
-enum class CpuLevel { kPortable, kAvx2, kAvx512 };
-enum class WeightType { kFloat32, kBfloat16 };
+enum class CpuLevel { kPortable, kAvx2, kAvx512, kAvx512Vnni };
+enum class WeightType { kFloat32, kBfloat16, kFloat16, kQ8_0, kQ4_0 };
 
-// Vectors of activations are padded with zeros to whole blocks of this many elements. 32 bfloat16 are one cache line.
+// Weights of a block of q8_0 and q4_0, which share one float16 scale. 32 elements of 2 bytes are one cache line, so
+// the float types step by as many.
 constexpr int64_t kBlock = 32;
 
 // Down rows that one pass over the accumulator adds: 4 is the measured optimum (1: -3 %, 8: -2 %).
 constexpr int kGroup = 4;
 
-// Within a block, activations and accumulators are kept in "lane order", the order in which a register of weights comes
-// out of memory: as stored for float32; for bfloat16 the 16 even elements, then the 16 odd ones.
+// How one row of `size` weights lies in memory. float32, bfloat16, float16: its elements.
+//
+// q8_0 and q4_0: the codes of nb = size / 32 blocks, in groups of 16 blocks (the last may have n < 16), then nb
+// float16 scales. In a group, "lane" l belongs to block l, so that the sums of 16 blocks fill one register:
+//   q8_0: 8 vectors of 4 n bytes; bytes 4l..4l+3 of vector v are weights 4v..4v+3 of block l; code * scale.
+//   q4_0: 4 vectors of 4 n bytes; byte 4l+k of vector j holds weight 8j+k of block l in its low four bits and weight
+//         8j+4+k in its high ones; (code - 8) * scale.
+//
+// The kernels read a vector of activations in a prepared form, and add to sums in an order of their own, that in which
+// the weights come out of memory. Both are made of whole groups of `columns_per_group`.
 struct RowKernels {
+  WeightType type;
+  int64_t columns_per_group;  // a power of two
+  int64_t columns_per_scale;  // a row has a multiple of these
+
+  int64_t (*row_bytes)(int64_t size);
+  // Bytes of a prepared x, a multiple of 64; it must be aligned to 64.
+  int64_t (*prepared_bytes)(int64_t size);
+  // For q8_0 and q4_0 x is rounded to int8 in blocks of 32: scale = max|x| / 127, code = round(x * (1 / scale)). A block
+  // with a NaN or an infinity has scale NaN, so that every product with it is NaN; one below 2^-110 counts as zero.
+  void (*prepare)(const float* x, int64_t size, void* prepared);
   // Sum of row[i] * x[i]. While line i of the row is used, line i of `next` is prefetched (`next` may be any address).
-  float (*dot)(const void* row, const float* x, int64_t size, const void* next);
+  float (*dot)(const void* row, const void* prepared, int64_t size, const void* next);
   // sums[i] += coefficients[0] * rows[0][i] + ..., in that order, for the first num_rows <= kGroup rows.
   void (*add_rows)(const void* const* rows, const float* coefficients, int num_rows, float* sums, int64_t size,
                    const void* const* next);
+  // y = sums + (sums + stride) + ..., in that order, num_sums >= 1 of them, of `size` columns each, put in memory order.
+  void (*finish)(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y);
   // Sum modulo 2^32 of `count` words, prefetching 4 KB ahead.
   uint32_t (*sum_words)(const uint32_t* words, int64_t count);
-  int64_t element_bytes;
-  bool even_odd;  // whether lane order differs from memory order
 };
 
 const RowKernels& PortableKernels(WeightType type);
 const RowKernels& Avx2Kernels(WeightType type);
 const RowKernels& Avx512Kernels(WeightType type);
+const RowKernels& Avx512VnniKernels(WeightType type);
 
 }  // namespace pjax
 

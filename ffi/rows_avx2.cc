@@ -1,5 +1,6 @@
-// Row kernels for x86 with AVX2 and FMA.
+// Row kernels for x86 with AVX2, FMA and F16C.
 #include <immintrin.h>
+#include <string.h>
 
 #include "row_kernels.h"
 
@@ -8,32 +9,95 @@ namespace {
 
 struct Vector {
   using Floats = __m256;
+  using Ints = __m256i;
   static constexpr int kLanes = 8;
   static constexpr int kAccumulators = 8;
+  static constexpr int kByteOffset = 0;
 
   static Floats Zero() { return _mm256_setzero_ps(); }
   static Floats Broadcast(float value) { return _mm256_set1_ps(value); }
   static Floats Load(const float* from) { return _mm256_loadu_ps(from); }
   static void Store(float* to, Floats value) { _mm256_storeu_ps(to, value); }
   static Floats Add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+  static Floats Multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
   static float Sum(Floats value) {
     const __m128 quad = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
     const __m128 pair = _mm_add_ps(quad, _mm_movehl_ps(quad, quad));
     return _mm_cvtss_f32(_mm_add_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
   }
+
   // A bfloat16 is the upper half of a float32: the even one of each dword is shifted up, the odd one masked out.
-  static Floats LoadEven(const uint16_t* pairs) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(LoadDwords(pairs), 16));
-  }
+  static Floats LoadEven(const uint16_t* pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(LoadInts(pairs), 16)); }
   static Floats LoadOdd(const uint16_t* pairs) {
-    return _mm256_castsi256_ps(_mm256_and_si256(LoadDwords(pairs), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    return _mm256_castsi256_ps(_mm256_and_si256(LoadInts(pairs), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static Floats LoadHalfs(const void* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+  }
+  static Floats LoadSomeHalfs(const void* from, int count) {
+    uint16_t halfs[kLanes] = {};
+    memcpy(halfs, from, (count < kLanes ? count : kLanes) * sizeof(halfs[0]));
+    return LoadHalfs(halfs);
+  }
+  static Floats LoadBytes(const void* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+  }
+
+  static Ints LoadInts(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+  static Ints LoadSomeInts(const void* from, int count) {
+    const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    return _mm256_maskload_epi32(static_cast<const int*>(from), mask);
+  }
+  static void StoreInts(void* to, Ints value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
+  static Floats ToFloats(Ints value) { return _mm256_cvtepi32_ps(value); }
+  static Ints Round(Floats value) { return _mm256_cvtps_epi32(value); }
+
+  static Floats RepeatFourTimes(const float* from) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_set1_ps(from[0])), _mm_set1_ps(from[1]), 1);
+  }
+  // Eight less than the nibble, as a number of four bits with sign, is the nibble with its top bit flipped.
+  static Floats Nibble(Ints words, int i) {
+    const __m256i flipped = _mm256_xor_si256(words, _mm256_set1_epi32(static_cast<int>(0x88888888u)));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(flipped, 28 - 4 * i), 28));
+  }
+  static void Transpose4(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + stride), c = _mm_loadu_ps(from + 2 * stride),
+           d = _mm_loadu_ps(from + 3 * stride);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, a);
+    _mm_storeu_ps(to + to_stride, b);
+    _mm_storeu_ps(to + 2 * to_stride, c);
+    _mm_storeu_ps(to + 3 * to_stride, d);
+  }
+
+  // The multiplication of bytes takes one operand without sign and saturates its sums of pairs. Of |w| <= 128 and
+  // |x| <= 127 these are at most 32512, and of nibbles 3810, so that even eight of them add up in 16 bits.
+  template <typename Load>
+  static Ints DotBytes(const Load& load, const int8_t* x, Ints start) {
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+      const __m256i w = load(v), signed_input = _mm256_sign_epi8(LoadInts(x + 64 * v), w);
+      start = _mm256_add_epi32(start, AddPairs(_mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_input)));
+    }
+    return start;
+  }
+  template <typename Load>
+  static Ints DotNibbles(const Load& load, const int8_t* x, Ints start) {
+    const __m256i low_bits = _mm256_set1_epi8(15);
+    __m256i low = _mm256_setzero_si256(), high = low;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m256i w = load(j), shifted = _mm256_srli_epi16(w, 4);
+      low = _mm256_add_epi16(low, _mm256_maddubs_epi16(_mm256_and_si256(w, low_bits), LoadInts(x + 128 * j)));
+      high = _mm256_add_epi16(
+          high, _mm256_maddubs_epi16(_mm256_and_si256(shifted, low_bits), LoadInts(x + 128 * j + 64)));
+    }
+    return _mm256_add_epi32(start, _mm256_add_epi32(AddPairs(low), AddPairs(high)));
   }
 
  private:
-  static __m256i LoadDwords(const uint16_t* pairs) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs));
-  }
+  static __m256i AddPairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 };
 
 }  // namespace

@@ -1,34 +1,43 @@
 // Row kernels for x86 with AVX-512 (F, BW, VL, DQ).
-//
-// The bfloat16 dot instruction is deliberately not used: it rounds x to bfloat16 and flushes denormals, and gains
-// nothing where memory is the limit.
-#include <immintrin.h>
-
+#include "avx512_vector_inl.h"
 #include "row_kernels.h"
 
 namespace pjax {
 namespace {
 
-struct Vector {
-  using Floats = __m512;
-  static constexpr int kLanes = 16;
-  static constexpr int kAccumulators = 8;
+struct Vector : Avx512Vector {
+  static constexpr int kByteOffset = 0;
 
-  static Floats Zero() { return _mm512_setzero_ps(); }
-  static Floats Broadcast(float value) { return _mm512_set1_ps(value); }
-  static Floats Load(const float* from) { return _mm512_loadu_ps(from); }
-  static void Store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
-  static Floats Add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-  static Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
-  static float Sum(Floats value) { return _mm512_reduce_add_ps(value); }
-  // A bfloat16 is the upper half of a float32: the even one of each dword is shifted up, the odd one masked out.
-  static Floats LoadEven(const uint16_t* pairs) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+  // The multiplication of bytes takes one operand without sign and saturates its sums of pairs. Of |w| <= 128 and
+  // |x| <= 127 these are at most 32512, and of nibbles 3810, so that even eight of them add up in 16 bits.
+  template <typename Load>
+  static Ints DotBytes(const Load& load, const int8_t* x, Ints start) {
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+      const __m512i w = load(v), input = _mm512_loadu_si512(x + 64 * v);
+      const __m512i signed_input =
+          _mm512_mask_sub_epi8(input, _mm512_movepi8_mask(w), _mm512_setzero_si512(), input);
+      start = _mm512_add_epi32(start, AddPairs(_mm512_maddubs_epi16(_mm512_abs_epi8(w), signed_input)));
+    }
+    return start;
   }
-  static Floats LoadOdd(const uint16_t* pairs) {
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), upper));
+  template <typename Load>
+  static Ints DotNibbles(const Load& load, const int8_t* x, Ints start) {
+    const __m512i low_bits = _mm512_set1_epi8(15);
+    __m512i low = _mm512_setzero_si512(), high = low;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m512i w = load(j), shifted = _mm512_srli_epi16(w, 4);
+      low = _mm512_add_epi16(
+          low, _mm512_maddubs_epi16(_mm512_and_si512(w, low_bits), _mm512_loadu_si512(x + 128 * j)));
+      high = _mm512_add_epi16(
+          high, _mm512_maddubs_epi16(_mm512_and_si512(shifted, low_bits), _mm512_loadu_si512(x + 128 * j + 64)));
+    }
+    return _mm512_add_epi32(start, _mm512_add_epi32(AddPairs(low), AddPairs(high)));
   }
+
+ private:
+  static __m512i AddPairs(__m512i sums) { return _mm512_madd_epi16(sums, _mm512_set1_epi16(1)); }
 };
 
 }  // namespace

@@ -1,4 +1,6 @@
 // Row kernels for any CPU: short loops over arrays, which compilers turn into the baseline's vectors.
+#include <string.h>
+
 #include "row_kernels.h"
 
 namespace pjax {
@@ -7,8 +9,12 @@ namespace {
 struct Vector {
   static constexpr int kLanes = 16;
   static constexpr int kAccumulators = 2;
+  static constexpr int kByteOffset = 0;
   struct Floats {
     float lane[kLanes];
+  };
+  struct Ints {
+    int32_t lane[kLanes];
   };
 
   static Floats Zero() { return Floats{}; }
@@ -19,12 +25,16 @@ struct Vector {
   }
   static Floats Load(const float* from) {
     Floats out;
-    __builtin_memcpy(out.lane, from, sizeof(out.lane));
+    memcpy(out.lane, from, sizeof(out.lane));
     return out;
   }
-  static void Store(float* to, const Floats& value) { __builtin_memcpy(to, value.lane, sizeof(value.lane)); }
+  static void Store(float* to, const Floats& value) { memcpy(to, value.lane, sizeof(value.lane)); }
   static Floats Add(Floats a, const Floats& b) {
     for (int i = 0; i < kLanes; ++i) a.lane[i] += b.lane[i];
+    return a;
+  }
+  static Floats Multiply(Floats a, const Floats& b) {
+    for (int i = 0; i < kLanes; ++i) a.lane[i] *= b.lane[i];
     return a;
   }
   static Floats MultiplyAdd(const Floats& a, const Floats& b, Floats sum) {
@@ -36,16 +46,118 @@ struct Vector {
     for (float lane : value.lane) total += lane;
     return total;
   }
-  static Floats LoadEven(const uint16_t* pairs) { return LoadHalf(pairs, 0); }
-  static Floats LoadOdd(const uint16_t* pairs) { return LoadHalf(pairs, 1); }
+
+  static Floats LoadEven(const uint16_t* pairs) { return LoadHalfOf(pairs, 0); }
+  static Floats LoadOdd(const uint16_t* pairs) { return LoadHalfOf(pairs, 1); }
+  static Floats LoadHalfs(const void* from) {
+    uint16_t halfs[kLanes];
+    memcpy(halfs, from, sizeof(halfs));
+    Floats out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = FromHalf(halfs[i]);
+    return out;
+  }
+  static Floats LoadSomeHalfs(const void* from, int count) {
+    uint16_t halfs[kLanes] = {};
+    memcpy(halfs, from, (count < kLanes ? count : kLanes) * sizeof(halfs[0]));
+    return LoadHalfs(halfs);
+  }
+  static Floats LoadBytes(const void* from) {
+    int8_t bytes[kLanes];
+    memcpy(bytes, from, sizeof(bytes));
+    Floats out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = bytes[i];
+    return out;
+  }
+
+  static Ints LoadInts(const void* from) {
+    Ints out;
+    memcpy(out.lane, from, sizeof(out.lane));
+    return out;
+  }
+  static Ints LoadSomeInts(const void* from, int count) {
+    Ints out = {};
+    memcpy(out.lane, from, (count < kLanes ? count : kLanes) * sizeof(out.lane[0]));
+    return out;
+  }
+  static void StoreInts(void* to, const Ints& value) { memcpy(to, value.lane, sizeof(value.lane)); }
+  static Floats ToFloats(const Ints& value) {
+    Floats out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = static_cast<float>(value.lane[i]);
+    return out;
+  }
+  // A float of 1.5 * 2^23 has no bits left for fractions: adding it rounds, to nearest even as the other levels do.
+  static Ints Round(const Floats& value) {
+    constexpr float kNoFraction = 12582912.0f;
+    Ints out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = BitsOf(value.lane[i] + kNoFraction) - BitsOf(kNoFraction);
+    return out;
+  }
+
+  static Floats RepeatFourTimes(const float* from) {
+    Floats out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = from[i / 4];
+    return out;
+  }
+  static Floats Nibble(const Ints& words, int i) {
+    Floats out;
+    for (int l = 0; l < kLanes; ++l) {
+      const uint32_t shifted = static_cast<uint32_t>(words.lane[l]) >> (4 * i);
+      out.lane[l] = static_cast<float>(static_cast<int32_t>(shifted & 15) - 8);
+    }
+    return out;
+  }
+  static void Transpose4(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 4; ++j) to[i * to_stride + j] = from[j * stride + i];
+    }
+  }
+
+  template <typename Load>
+  static Ints DotBytes(const Load& load, const int8_t* x, Ints start) {
+    for (int v = 0; v < 8; ++v) {
+      int8_t w[4 * kLanes];
+      StoreInts(w, load(v));
+      for (int i = 0; i < 4 * kLanes; ++i) start.lane[i / 4] += w[i] * x[64 * v + i];
+    }
+    return start;
+  }
+  template <typename Load>
+  static Ints DotNibbles(const Load& load, const int8_t* x, Ints start) {
+    for (int j = 0; j < 4; ++j) {
+      uint8_t w[4 * kLanes];
+      StoreInts(w, load(j));
+      for (int i = 0; i < 4 * kLanes; ++i) {
+        start.lane[i / 4] += (w[i] & 15) * x[128 * j + i] + (w[i] >> 4) * x[128 * j + 64 + i];
+      }
+    }
+    return start;
+  }
 
  private:
-  static Floats LoadHalf(const uint16_t* pairs, int parity) {
-    uint32_t bits[kLanes];
-    for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<uint32_t>(pairs[2 * i + parity]) << 16;
+  static int32_t BitsOf(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+  }
+  static float FloatOf(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+  static Floats LoadHalfOf(const uint16_t* pairs, int parity) {
     Floats out;
-    __builtin_memcpy(out.lane, bits, sizeof(bits));
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = FloatOf(static_cast<uint32_t>(pairs[2 * i + parity]) << 16);
     return out;
+  }
+  // The exponent's bias grows by 112; once more for infinity and NaN. A denormal is its bits times 2^-24, the last
+  // digit of a float32 of 0.5: no float32 denormal arises, which may count as zero.
+  static float FromHalf(uint16_t half) {
+    constexpr uint32_t kRebias = 112u << 23, kHalf = 126u << 23;
+    const uint32_t magnitude = half & 0x7fffu, sign = (half & 0x8000u) << 16;
+    const uint32_t normal = (magnitude << 13) + (magnitude >= 0x7c00u ? 2 * kRebias : kRebias);
+    const float denormal = FloatOf(kHalf | magnitude) - 0.5f;
+    const uint32_t bits = magnitude < 0x400u ? static_cast<uint32_t>(BitsOf(denormal)) : normal;
+    return FloatOf(bits | sign);
   }
 };
 

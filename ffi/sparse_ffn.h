@@ -9,11 +9,11 @@
 
 namespace pjax {
 
-// All matrices are [neurons, model], row-major and dense.
 struct FfnArgs {
-  const void* gate;         // nullptr: ungated
+  const void* gate;         // the first of `neurons` rows of `model` weights; nullptr: ungated
   const void* up;
   const void* down;
+  int64_t row_stride;       // bytes from one row to the next, in all three: the three rows of a neuron may lie together
   const float* gate_bias;   // [neurons] or nullptr
   const float* up_bias;     // [neurons] or nullptr
   const float* x;           // [batch, model]

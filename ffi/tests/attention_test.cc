@@ -42,7 +42,7 @@ Inputs MakeInputs(const Case& c, WeightType type, int64_t batch) {
     }
   }
   for (int64_t i = 0; i < static_cast<int64_t>(slopes.size()); ++i) slopes[i] = 1.0f / static_cast<float>(i + 1);
-  return {q, k, v, rotation, slopes, Weights(rng, type, kv_size * c.capacity), Weights(rng, type, kv_size * c.capacity)};
+  return {q, k, v, rotation, slopes, Weights(rng, type, 1, kv_size * c.capacity), Weights(rng, type, 1, kv_size * c.capacity)};
 }
 
 std::vector<float> Run(const Case& c, const Inputs& in, WeightType type, const AttentionKernels& kernels,

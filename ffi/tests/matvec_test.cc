@@ -9,10 +9,11 @@ namespace {
 void CheckMatvec(const RowKernels& kernels, WeightType type, const std::string& text, int64_t rows, int64_t columns,
                  int64_t batch, bool with_bias) {
   std::mt19937 rng(rows * 1000 + columns);
-  const Weights weight(rng, type, rows * columns);
+  const Weights weight(rng, type, rows, columns);
   const std::vector<float> x = RandomFloats(rng, batch * columns), bias = RandomFloats(rng, rows);
   std::vector<float> first;
-  for (int num_threads = 1; num_threads <= 4; ++num_threads) {
+  const bool small = kernels.row_bytes(columns) * rows < (1 << 18);  // stays on one thread
+  for (int num_threads = 1; num_threads <= (small ? 1 : 4); ++num_threads) {
     ThreadPool pool(num_threads);
     std::vector<float> y(batch * rows, NAN);
     const float* bias_data = with_bias ? bias.data() : nullptr;
@@ -21,10 +22,11 @@ void CheckMatvec(const RowKernels& kernels, WeightType type, const std::string& 
     PJAX_CHECK(SameBits(first, y), text + ", threads " + std::to_string(num_threads));
   }
   for (int64_t token = 0; token < batch; ++token) {
+    const std::vector<double> prepared = AsPrepared(type, x.data() + token * columns, columns);
     for (int64_t r = 0; r < rows; ++r) {
       double expected = with_bias ? bias[r] : 0, magnitude = fabs(expected);
       for (int64_t i = 0; i < columns; ++i) {
-        const double term = weight.values[r * columns + i] * x[token * columns + i];
+        const double term = weight.values[r * columns + i] * prepared[i];
         expected += term;
         magnitude += fabs(term);
       }
@@ -56,13 +58,14 @@ void CheckStreamSum(const RowKernels& kernels, const std::string& text, int64_t 
 int main() {
   using namespace pjax;
   ForEachKernels([](const RowKernels& kernels, WeightType type, const std::string& text) {
-    for (int64_t rows : {0, 1, 7, 33}) {
-      for (int64_t columns : {0, 1, 7, 33, 257}) {
+    for (int64_t rows : {0, 1, 9}) {
+      for (int64_t columns : {0, 1, 7, 33, 257, 32, 64, 96, 480, 512, 544, 896, 2560}) {
+        if (columns % kernels.columns_per_scale != 0) continue;
         CheckMatvec(kernels, type, text, rows, columns, 3, true);
         CheckMatvec(kernels, type, text, rows, columns, 1, false);
       }
     }
-    CheckMatvec(kernels, type, text, 700, 500, 2, true);  // enough bytes for all threads
+    CheckMatvec(kernels, type, text, 700, 992, 8, true);  // enough bytes for all threads
     for (int64_t bytes : {0, 1, 2, 3, 4, 7, 1000, 1 << 20, (1 << 20) + 3}) CheckStreamSum(kernels, text, bytes);
   });
   return 0;

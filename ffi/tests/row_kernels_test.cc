@@ -1,47 +1,98 @@
-// Dot, row addition and word sum of every instruction set against double precision, over sizes with every remainder.
+// Every function of every instruction set and weight type against double precision, over sizes with every remainder.
 #include "row_kernels.h"
 
-#include "lane_order.h"
 #include "testing.h"
 
 namespace pjax {
 namespace {
 
-void CheckDot(const RowKernels& kernels, WeightType type, const std::string& text, int64_t size, std::mt19937& rng) {
-  const Weights row(rng, type, size);
-  const std::vector<float> x = RandomFloats(rng, size);
-  std::vector<float> lanes(PaddedSize(size));
-  ToLaneOrder(kernels, x.data(), size, lanes.data());
-  double expected = 0, magnitude = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    expected += row.values[i] * x[i];
-    magnitude += fabs(row.values[i] * x[i]);
+// Memory for a prepared x, aligned as the kernels want it.
+struct Prepared {
+  std::vector<char> bytes;
+  void* data;
+
+  Prepared(const RowKernels& kernels, const float* x, int64_t size) : bytes(kernels.prepared_bytes(size) + 64) {
+    data = bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64);
+    kernels.prepare(x, size, data);
   }
-  const float got = kernels.dot(row.bytes.data(), lanes.data(), size, row.bytes.data());
-  PJAX_CHECK(fabs(got - expected) <= SumTolerance(size, magnitude), text + ", dot of " + std::to_string(size));
+};
+
+int64_t Padded(const RowKernels& kernels, int64_t size) {
+  return (size + kernels.columns_per_group - 1) / kernels.columns_per_group * kernels.columns_per_group;
 }
 
+float DotOf(const RowKernels& kernels, const Weights& row, const std::vector<float>& x) {
+  const Prepared prepared(kernels, x.data(), x.size());
+  return kernels.dot(row.bytes.data(), prepared.data, x.size(), row.bytes.data());
+}
+
+void CheckDot(const RowKernels& kernels, WeightType type, const std::string& text, int64_t size, std::mt19937& rng) {
+  const Weights row(rng, type, 1, size);
+  PJAX_CHECK(kernels.row_bytes(size) == row.row_bytes, text);
+  PJAX_CHECK(kernels.prepared_bytes(size) % 64 == 0, text);
+  const std::vector<float> x = RandomFloats(rng, size);
+  const std::vector<double> prepared = AsPrepared(type, x.data(), size);
+  double expected = 0, magnitude = 0, rounding = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    expected += row.values[i] * prepared[i];
+    magnitude += fabs(row.values[i] * prepared[i]);
+    rounding += fabs(row.values[i] * (prepared[i] - x[i]));
+  }
+  PJAX_CHECK(rounding <= 0.02 * (magnitude + 1), text);  // half of a 127th of the largest, and the largest is near 3
+  PJAX_CHECK(fabs(DotOf(kernels, row, x) - expected) <= SumTolerance(size, magnitude),
+             text + ", dot of " + std::to_string(size));
+}
+
+// Adds the rows to sums that start at zero, and puts copies of these sums together again.
 void CheckAddRows(const RowKernels& kernels, WeightType type, const std::string& text, int64_t size,
                   std::mt19937& rng) {
   for (int num_rows = 1; num_rows <= kGroup; ++num_rows) {
-    std::vector<Weights> weights;
-    for (int r = 0; r < num_rows; ++r) weights.emplace_back(rng, type, size);
-    const std::vector<float> coefficients = RandomFloats(rng, num_rows), start = RandomFloats(rng, size);
+    const Weights weights(rng, type, num_rows, size);
+    const std::vector<float> coefficients = RandomFloats(rng, num_rows);
     const void* rows[kGroup];
-    for (int r = 0; r < num_rows; ++r) rows[r] = weights[r].bytes.data();
-    std::vector<float> lanes(PaddedSize(size)), sums(size);
-    ToLaneOrder(kernels, start.data(), size, lanes.data());
-    kernels.add_rows(rows, coefficients.data(), num_rows, lanes.data(), size, rows);
-    FromLaneOrder(kernels, lanes.data(), size, sums.data());
-    for (int64_t i = 0; i < size; ++i) {
-      double expected = start[i], magnitude = fabs(start[i]);
-      for (int r = 0; r < num_rows; ++r) {
-        expected += coefficients[r] * weights[r].values[i];
-        magnitude += fabs(coefficients[r] * weights[r].values[i]);
+    for (int r = 0; r < num_rows; ++r) rows[r] = weights.bytes.data() + r * weights.row_bytes;
+    const int64_t padded = Padded(kernels, size), num_sums = 3;
+    std::vector<float> sums(num_sums * padded), y(size, NAN);
+    for (int64_t s = 0; s < num_sums; ++s) {
+      for (int64_t i = 0; i <= s; ++i) {
+        kernels.add_rows(rows, coefficients.data(), num_rows, sums.data() + s * padded, size, rows);
       }
-      PJAX_CHECK(fabs(sums[i] - expected) <= SumTolerance(num_rows, magnitude),
+    }
+    kernels.finish(sums.data(), padded, num_sums, size, y.data());
+    for (int64_t i = 0; i < size; ++i) {
+      double expected = 0, magnitude = 0;
+      for (int r = 0; r < num_rows; ++r) {
+        expected += 6 * coefficients[r] * weights.values[r * size + i];
+        magnitude += 6 * fabs(coefficients[r] * weights.values[r * size + i]);
+      }
+      // The product of coefficient and scale is rounded, and six additions of a row.
+      PJAX_CHECK(fabs(y[i] - expected) <= SumTolerance(6 * num_rows + 1, magnitude),
                  text + ", add_rows of " + std::to_string(num_rows) + " x " + std::to_string(size));
     }
+  }
+}
+
+// What is not finite in x must not vanish, and nothing else may become so.
+void CheckNotFinite(const RowKernels& kernels, WeightType type, const std::string& text, int64_t size,
+                    std::mt19937& rng) {
+  const Weights row(rng, type, 1, size);
+  for (float value : {NAN, INFINITY, -INFINITY}) {
+    for (int64_t i = 0; i < size; i += 13) {
+      std::vector<float> x = RandomFloats(rng, size);
+      x[i] = value;
+      const float dot = DotOf(kernels, row, x);
+      PJAX_CHECK(!isfinite(dot), text + ", x[" + std::to_string(i) + "] = " + std::to_string(value));
+      PJAX_CHECK(!isnan(value) || isnan(dot), text);
+    }
+  }
+  for (float value : {0.0f, 1e-40f, 1e-38f, 1e-33f, 1e30f}) {
+    const float dot = DotOf(kernels, row, std::vector<float>(size, value));
+    double expected = 0, magnitude = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      expected += row.values[i] * value;
+      magnitude += fabs(row.values[i]) * value;
+    }
+    PJAX_CHECK(fabs(dot - expected) <= SumTolerance(size, magnitude) + 1e-33, text + ", x of " + std::to_string(value));
   }
 }
 
@@ -52,6 +103,25 @@ void CheckSumWords(const RowKernels& kernels, const std::string& text, int64_t s
   PJAX_CHECK(kernels.sum_words(words.data(), size) == expected, text + ", words " + std::to_string(size));
 }
 
+// The largest codes everywhere, where products of bytes would saturate or sums overflow if anything did.
+void CheckExtremes(const RowKernels& kernels, const std::string& text) {
+  if (!IsPacked(kernels.type)) return;
+  const int64_t size = 512;
+  std::mt19937 rng(2);
+  Weights row(rng, kernels.type, 1, size);
+  const bool eight_bits = kernels.type == WeightType::kQ8_0;
+  for (int code : {eight_bits ? -128 : 0, eight_bits ? 127 : 15}) {
+    const int byte = eight_bits ? code : code * 17;
+    memset(row.bytes.data(), byte, size / (eight_bits ? 1 : 2));
+    for (int64_t i = 0; i < size / 32; ++i) memcpy(&row.bytes[row.row_bytes - 2 - 2 * i], "\0\x3c", 2);  // scale 1
+    for (float x : {1.0f, -1.0f}) {
+      const double expected = size * (code - (eight_bits ? 0 : 8)) * static_cast<double>(x);
+      PJAX_CHECK(fabs(DotOf(kernels, row, std::vector<float>(size, x)) - expected) <= SumTolerance(size, fabs(expected)),
+                 text + ", code " + std::to_string(code));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace pjax
 
@@ -59,11 +129,16 @@ int main() {
   using namespace pjax;
   std::mt19937 rng(1);
   ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& text) {
-    for (int64_t size = 0; size <= 300; ++size) {
+    for (int64_t size = 0; size <= 300; ++size) CheckSumWords(kernels, text, size, rng);
+    for (int64_t size = 0; size <= 300 * kernels.columns_per_scale; size += kernels.columns_per_scale) {
       CheckDot(kernels, type, text, size, rng);
-      CheckSumWords(kernels, text, size, rng);
     }
-    for (int64_t size : {0, 1, 7, 31, 32, 33, 63, 64, 65, 130, 257}) CheckAddRows(kernels, type, text, size, rng);
+    for (int64_t size : {0, 1, 7, 31, 32, 33, 63, 64, 65, 96, 130, 257, 480, 512, 544, 896, 2560}) {
+      if (size % kernels.columns_per_scale != 0) continue;
+      CheckAddRows(kernels, type, text, size, rng);
+      CheckNotFinite(kernels, type, text, size, rng);
+    }
+    CheckExtremes(kernels, text);
   });
   return 0;
 }

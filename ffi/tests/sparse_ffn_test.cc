@@ -1,4 +1,5 @@
-// The sparse FFN against double precision over awkward sizes; the same bits for every number of threads.
+// The sparse FFN against double precision over awkward sizes; the same bits for every number of threads, rows bundled or
+// in three matrices, and whatever the other tokens of the batch.
 #include "sparse_ffn.h"
 
 #include <math.h>
@@ -25,6 +26,7 @@ struct Case {
 };
 
 struct Data {
+  WeightType type;
   Weights gate, up, down;
   std::vector<float> gate_bias, up_bias, x;
   std::vector<uint8_t> mask;
@@ -44,21 +46,43 @@ std::string Text(const std::string& kernels, const Case& c) {
 
 Data MakeData(const Case& c, WeightType type) {
   std::mt19937 rng(c.neurons * 7919 + c.model);
-  const int64_t size = c.neurons * c.model;
-  Data data{Weights(rng, type, size),       Weights(rng, type, size),       Weights(rng, type, size),
+  const auto weights = [&] { return Weights(rng, type, c.neurons, c.model); };
+  Data data{type,                           weights(),                      weights(),
+            weights(),
             RandomFloats(rng, c.neurons),   RandomFloats(rng, c.neurons),   RandomFloats(rng, c.batch * c.model),
             std::vector<uint8_t>(c.batch * c.neurons)};
   for (uint8_t& bit : data.mask) bit = std::uniform_real_distribution<double>()(rng) < c.density;
   return data;
 }
 
-Result Run(const Case& c, const Data& data, const RowKernels& kernels, int num_threads) {
+// The rows of each neuron one after the other.
+std::vector<char> Bundle(const Case& c, const Data& data) {
+  std::vector<char> bundle;
+  for (int64_t n = 0; n < c.neurons; ++n) {
+    for (const Weights* weights : {&data.gate, &data.up, &data.down}) {
+      if (weights == &data.gate && !c.gated) continue;
+      const char* row = weights->bytes.data() + n * weights->row_bytes;
+      bundle.insert(bundle.end(), row, row + weights->row_bytes);
+    }
+  }
+  return bundle;
+}
+
+Result Run(const Case& c, const Data& data, const RowKernels& kernels, int num_threads, bool bundled = false) {
   ThreadPool pool(num_threads);
   Result result{std::vector<float>(c.batch * c.model, NAN), std::vector<int32_t>(3 * c.batch, -1)};
   FfnArgs args{};
   args.gate = c.gated ? data.gate.bytes.data() : nullptr;
   args.up = data.up.bytes.data();
   args.down = data.down.bytes.data();
+  args.row_stride = data.up.row_bytes;
+  const std::vector<char> bundle = bundled ? Bundle(c, data) : std::vector<char>();
+  if (bundled) {
+    args.gate = c.gated ? bundle.data() : nullptr;
+    args.up = bundle.data() + (c.gated ? 1 : 0) * args.row_stride;
+    args.down = bundle.data() + (c.gated ? 2 : 1) * args.row_stride;
+    args.row_stride *= c.gated ? 3 : 2;
+  }
   args.gate_bias = c.gated && c.biased ? data.gate_bias.data() : nullptr;
   args.up_bias = c.biased ? data.up_bias.data() : nullptr;
   args.x = data.x.data();
@@ -78,14 +102,14 @@ Result Run(const Case& c, const Data& data, const RowKernels& kernels, int num_t
   return result;
 }
 
-double Product(const Weights& weights, int64_t row, const float* x, int64_t model) {
+double Product(const Weights& weights, int64_t row, const std::vector<double>& x, int64_t model) {
   double sum = 0;
   for (int64_t i = 0; i < model; ++i) sum += weights.values[row * model + i] * x[i];
   return sum;
 }
 
 void CheckToken(const Case& c, const Data& data, const Result& result, int64_t token, const std::string& text) {
-  const float* x = data.x.data() + token * c.model;
+  const std::vector<double> x = AsPrepared(data.type, data.x.data() + token * c.model, c.model);
   std::vector<double> expected(c.model), magnitude(c.model);
   int32_t predicted = 0, open = 0;
   for (int64_t n = 0; n < c.neurons; ++n) {
@@ -117,13 +141,34 @@ void CheckToken(const Case& c, const Data& data, const Result& result, int64_t t
 void Check(const Case& c) {
   ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& kernels_text) {
     const std::string text = Text(kernels_text, c);
+    if (c.model % kernels.columns_per_scale != 0) return;
     const Data data = MakeData(c, type);
     const Result first = Run(c, data, kernels, 1);
     for (int64_t token = 0; token < c.batch; ++token) CheckToken(c, data, first, token, text);
-    for (int num_threads = 2; num_threads <= 4; ++num_threads) {
-      const Result again = Run(c, data, kernels, num_threads);
+    // What is small stays on one thread.
+    const bool small = kernels.row_bytes(c.model) * c.neurons * c.batch < (1 << 19);
+    for (int num_threads = small ? 1 : 2; num_threads <= (small ? 1 : 4); ++num_threads) {
+      const Result again = Run(c, data, kernels, num_threads, small || num_threads % 2 == 0);
       PJAX_CHECK(SameBits(first.y, again.y), text);
       PJAX_CHECK(first.counts == again.counts, text);
+    }
+  });
+}
+
+// A token's result must not depend on the tokens beside it.
+void CheckTokensAlone() {
+  const Case together{8, 300, 544, true, true, false, 0.3}, alone{1, 300, 544, true, true, false, 0.3};
+  ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& kernels_text) {
+    if (together.model % kernels.columns_per_scale != 0) return;
+    Data data = MakeData(together, type);
+    const Result expected = Run(together, data, kernels, 2);
+    const std::vector<float> x = data.x;
+    const std::vector<uint8_t> mask = data.mask;
+    for (int64_t token = 0; token < together.batch; ++token) {
+      data.x.assign(x.begin() + token * alone.model, x.begin() + (token + 1) * alone.model);
+      data.mask.assign(mask.begin() + token * alone.neurons, mask.begin() + (token + 1) * alone.neurons);
+      const auto first = expected.y.begin() + token * alone.model;
+      PJAX_CHECK(SameBits(Run(alone, data, kernels, 1).y, {first, first + alone.model}), Text(kernels_text, together));
     }
   });
 }
@@ -135,7 +180,7 @@ void CheckNan() {
     ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& kernels_text) {
       Data data = MakeData(c, type);
       data.gate_bias[5] = NAN;
-      data.up_bias[5] = 1000;  // open, whatever the weights
+      data.up_bias[5] = 1e5f;  // open, whatever the weights
       PJAX_CHECK(isnan(Run(c, data, kernels, 1).y[0]), Text(kernels_text, c));
     });
   }
@@ -145,12 +190,12 @@ void CheckNan() {
 void CheckClosedGroups() {
   for (int64_t first : {0, 4, 8, 3}) {
     for (int64_t count : {1, 4, 5, 12}) {
-      const Case c{1, 12, 33, true, true, false, -1, kDrelu};
+      const Case c{1, 12, 96, true, true, false, -1, kDrelu};
       ForEachKernels([&](const RowKernels& kernels, WeightType type, const std::string& kernels_text) {
         Data data = MakeData(c, type);
         for (int64_t n = 0; n < c.neurons; ++n) {
-          data.gate_bias[n] = 1000;
-          data.up_bias[n] = n >= first && n < first + count ? -1000 : 1000;
+          data.gate_bias[n] = 1e5f;
+          data.up_bias[n] = n >= first && n < first + count ? -1e5f : 1e5f;
         }
         CheckToken(c, data, Run(c, data, kernels, 1), 0, Text(kernels_text, c));
       });
@@ -172,7 +217,7 @@ int main() {
     for (bool gated : {true, false}) {
       if (!gated && activation.rectify_up) continue;
       for (int64_t neurons : {0, 1, 7, 33}) {
-        for (int64_t model : {1, 7, 33, 256}) {
+        for (int64_t model : {1, 7, 33, 96, 544}) {
           if (model == 256 && activation.name != kRelu.name) continue;  // rows know no activation
           for (double density : {-1.0, 0.0, 0.4, 1.0}) {
             Check({2, neurons, model, gated, neurons != 7, false, density, activation});
@@ -180,12 +225,14 @@ int main() {
           Check({1, neurons, model, gated, true, true, -1, activation});
         }
       }
-      Check({6, 1500, 257, gated, true, false, 0.3, activation});  // several ranges, several forks
+      Check({10, 1000, 257, gated, true, false, 0.3, activation});  // several ranges, several forks
+      Check({10, 1000, 512, gated, true, false, 0.3, activation});
       Check({0, 33, 33, gated, true, false, 0.5, activation});
       if (activation.name == kRelu.name) Check({1, 1500, 256, gated, false, true, -1, activation});
     }
   }
   CheckClosedGroups();
+  CheckTokensAlone();
   CheckNan();
   return 0;
 }

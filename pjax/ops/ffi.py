@@ -18,14 +18,14 @@ import numpy as np
 from pjax.base import AnyFfn, Matrix, PackedFfn, PackedMatrix
 from pjax.model_config import Activation
 
-WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16)
+WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint8)
 """Types of arrays of weights that the kernels read; uint8 are packed rows."""
 
 _FORMATS = {"q8_0": np.int64(1), "q4_0": np.int64(2)}
 """Their numbers in the handlers; 0 is a float type, which its array tells."""
 
 _LIBRARY_NAME = "libpjax_cpu.so"
-_TARGETS = ("pjax_decode_attention", "pjax_sparse_ffn", "pjax_matvec", "pjax_stream_sum", "pjax_address")
+_TARGETS = ("pjax_decode_attention", "pjax_sparse_ffn", "pjax_packed_ffn", "pjax_matvec", "pjax_stream_sum", "pjax_address")
 _LOCK = threading.Lock()
 
 
@@ -85,9 +85,7 @@ def matvec(x: jax.Array, weight: Matrix, bias: jax.Array | None) -> jax.Array:
     packed = isinstance(weight, PackedMatrix)
     rows, format = (weight.rows, _FORMATS[weight.format]) if packed else (weight, np.int64(0))
     result = jax.ShapeDtypeStruct((x.shape[0], rows.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("pjax_matvec", result)(
-        x, rows, _float32_or_empty(bias), **({"format": format} if packed else {})
-    )
+    return jax.ffi.ffi_call("pjax_matvec", result)(x, rows, _float32_or_empty(bias), format=format)
 
 
 def decode_attention(

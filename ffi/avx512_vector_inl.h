@@ -1,0 +1,75 @@
+// What the two levels of AVX-512 share. Included once by each of their files; see row_kernels_inl.h.
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace pjax {
+namespace {
+
+// The bfloat16 dot instruction is deliberately not used: it rounds x to bfloat16 and flushes denormals, and gains
+// nothing where memory is the limit.
+struct Avx512Vector {
+  using Floats = __m512;
+  using Ints = __m512i;
+  static constexpr int kLanes = 16;
+  static constexpr int kAccumulators = 8;
+
+  static Floats Zero() { return _mm512_setzero_ps(); }
+  static Floats Broadcast(float value) { return _mm512_set1_ps(value); }
+  static Floats Load(const float* from) { return _mm512_loadu_ps(from); }
+  static void Store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+  static Floats Add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+  static Floats Multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+  static float Sum(Floats value) { return _mm512_reduce_add_ps(value); }
+
+  // A bfloat16 is the upper half of a float32: the even one of each dword is shifted up, the odd one masked out.
+  static Floats LoadEven(const uint16_t* pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+  }
+  static Floats LoadOdd(const uint16_t* pairs) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), upper));
+  }
+  static Floats LoadHalfs(const void* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+  }
+  static Floats LoadSomeHalfs(const void* from, int count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(FirstLanes(count), from));
+  }
+  static Floats LoadBytes(const void* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+  }
+
+  static Ints LoadInts(const void* from) { return _mm512_loadu_si512(from); }
+  static Ints LoadSomeInts(const void* from, int count) { return _mm512_maskz_loadu_epi32(FirstLanes(count), from); }
+  static void StoreInts(void* to, Ints value) { _mm512_storeu_si512(to, value); }
+  static Floats ToFloats(Ints value) { return _mm512_cvtepi32_ps(value); }
+  static Ints Round(Floats value) { return _mm512_cvtps_epi32(value); }
+
+  static Floats RepeatFourTimes(const float* from) {
+    const __m512i source = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(source, _mm512_castps128_ps512(_mm_loadu_ps(from)));
+  }
+  // A table look-up uses the low four bits of each lane only, so that one shift is all the extraction.
+  static Floats Nibble(Ints words, int i) {
+    const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * i), values);
+  }
+  static void Transpose4(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + stride), c = _mm_loadu_ps(from + 2 * stride),
+           d = _mm_loadu_ps(from + 3 * stride);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, a);
+    _mm_storeu_ps(to + to_stride, b);
+    _mm_storeu_ps(to + 2 * to_stride, c);
+    _mm_storeu_ps(to + 3 * to_stride, d);
+  }
+
+ private:
+  static __mmask16 FirstLanes(int count) {
+    return static_cast<__mmask16>(count >= kLanes ? 0xffff : (1 << count) - 1);
+  }
+};
+
+}  // namespace
+}  // namespace pjax

@@ -1,0 +1,249 @@
+// Rows of q8_0 and q4_0; see RowKernels for their layout. Part of row_kernels_inl.h.
+
+constexpr int kGroupBlocks = 16;
+constexpr int kGroupColumns = kGroupBlocks * kBlock;
+
+// Bytes of the 16 lanes of one vector of codes, four to a lane.
+constexpr int kVectorBytes = 4 * kGroupBlocks;
+
+// Registers that the 16 lanes fill.
+constexpr int kParts = kGroupBlocks / Vector::kLanes;
+
+// Activations below this count as zero: their scale, or its inverse, would not be a normal number.
+constexpr float kSmallestInput = 0x1p-110f;
+
+constexpr int32_t kInfinityBits = 0x7f800000;
+
+// x of one group. The codes lie as those of q8_0, 16 lanes whatever the number of blocks; missing ones are zero.
+struct PreparedGroup {
+  int8_t codes[kGroupColumns];
+  float scales[kGroupBlocks];
+  int32_t starts[kGroupBlocks];  // minus the offset of the codes times the sum of the block's x: the sums start here
+};
+
+struct ByteRow {
+  static constexpr WeightType kType = WeightType::kQ8_0;
+  static constexpr int kVectors = 8;
+  static constexpr int kOffset = Vector::kByteOffset;
+  template <typename Load>
+  static Vector::Ints Dot(const Load& load, const int8_t* x, Vector::Ints start) {
+    return Vector::DotBytes(load, x, start);
+  }
+
+  // Sums lie as the codes do, 16 lanes in any group: sum 64 v + 4 l + k is weight 4 v + k of block l.
+  template <int num_rows>
+  static void Add(const char* const* codes, const float (*factors)[kGroupBlocks], float* sums) {
+    constexpr int kBlocksPerVector = Vector::kLanes / 4;
+#pragma GCC unroll 1
+    for (int first = 0; first < kGroupBlocks; first += kBlocksPerVector) {
+      Vector::Floats repeated[num_rows];
+#pragma GCC unroll 4
+      for (int r = 0; r < num_rows; ++r) repeated[r] = Vector::RepeatFourTimes(factors[r] + first);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const int start = v * kVectorBytes + 4 * first;
+        Vector::Floats sum = Vector::Load(sums + start);
+#pragma GCC unroll 4
+        for (int r = 0; r < num_rows; ++r) {
+          sum = Vector::MultiplyAdd(Vector::LoadBytes(codes[r] + start), repeated[r], sum);
+        }
+        Vector::Store(sums + start, sum);
+      }
+    }
+  }
+
+  static void ToMemoryOrder(const float* sums, float* y) {
+    for (int block = 0; block < kGroupBlocks; ++block) {
+      for (int v = 0; v < kVectors; ++v) memcpy(y + block * kBlock + 4 * v, sums + v * kVectorBytes + 4 * block, 16);
+    }
+  }
+};
+
+struct NibbleRow {
+  static constexpr WeightType kType = WeightType::kQ4_0;
+  static constexpr int kVectors = 4;
+  static constexpr int kOffset = 8;
+  template <typename Load>
+  static Vector::Ints Dot(const Load& load, const int8_t* x, Vector::Ints start) {
+    return Vector::DotNibbles(load, x, start);
+  }
+
+  // Sum 16 i + l is weight i of block l.
+  template <int num_rows>
+  static void Add(const char* const* codes, const float (*factors)[kGroupBlocks], float* sums) {
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      const int lane = part * Vector::kLanes;
+      Vector::Floats factor[num_rows];
+#pragma GCC unroll 4
+      for (int r = 0; r < num_rows; ++r) factor[r] = Vector::Load(factors[r] + lane);
+#pragma GCC unroll 1
+      for (int j = 0; j < kVectors; ++j) {
+        Vector::Ints words[num_rows];
+#pragma GCC unroll 4
+        for (int r = 0; r < num_rows; ++r) words[r] = Vector::LoadInts(codes[r] + j * kVectorBytes + 4 * lane);
+#pragma GCC unroll 8
+        for (int nibble = 0; nibble < 8; ++nibble) {
+          const int weight = 8 * j + nibble / 2 + nibble % 2 * 4;
+          float* out = sums + weight * kGroupBlocks + lane;
+          Vector::Floats sum = Vector::Load(out);
+#pragma GCC unroll 4
+          for (int r = 0; r < num_rows; ++r) {
+            sum = Vector::MultiplyAdd(Vector::Nibble(words[r], nibble), factor[r], sum);
+          }
+          Vector::Store(out, sum);
+        }
+      }
+    }
+  }
+
+  static void ToMemoryOrder(const float* sums, float* y) {
+    for (int block = 0; block < kGroupBlocks; block += 4) {
+      for (int weight = 0; weight < kBlock; weight += 4) {
+        Vector::Transpose4(sums + weight * kGroupBlocks + block, kGroupBlocks, y + block * kBlock + weight, kBlock);
+      }
+    }
+  }
+};
+
+// Rounds one block to int8, in memory order.
+void RoundBlock(const float* x, int8_t* codes, float* scale, int32_t* sum) {
+  int32_t bits[kBlock], largest = 0;
+  memcpy(bits, x, sizeof(bits));
+  for (int32_t b : bits) largest = largest > (b & 0x7fffffff) ? largest : (b & 0x7fffffff);
+  float magnitude;
+  memcpy(&magnitude, &largest, sizeof(magnitude));
+  const bool finite = largest < kInfinityBits, zero = finite && magnitude < kSmallestInput;
+  *scale = !finite ? __builtin_nanf("") : zero ? 0.0f : magnitude / 127.0f;
+  const Vector::Floats inverse = Vector::Broadcast(!finite || zero ? 0.0f : 1.0f / *scale);
+  int32_t rounded[kBlock], total = 0;
+  for (int i = 0; i < kBlock; i += Vector::kLanes) {
+    Vector::StoreInts(rounded + i, Vector::Round(Vector::Multiply(Vector::Load(x + i), inverse)));
+  }
+  for (int i = 0; i < kBlock; ++i) {
+    codes[i] = static_cast<int8_t>(finite ? rounded[i] : 0);
+    total += codes[i];
+  }
+  *sum = total;
+}
+
+template <typename Row>
+struct BlockKernels {
+  using Floats = Vector::Floats;
+  static constexpr int64_t kBlockBytes = Row::kVectors * 4;
+  static constexpr int64_t kGroupBytes = kGroupBlocks * kBlockBytes;
+  static constexpr int64_t kScaleBytes = 2;
+
+  static int64_t RowBytes(int64_t size) { return size / kBlock * (kBlockBytes + kScaleBytes); }
+  static int64_t PreparedBytes(int64_t size) {
+    return (size + kGroupColumns - 1) / kGroupColumns * static_cast<int64_t>(sizeof(PreparedGroup));
+  }
+
+  static void Prepare(const float* x, int64_t size, void* prepared) {
+    auto* group = static_cast<PreparedGroup*>(prepared);
+    for (int64_t start = 0; start < size; start += kGroupColumns, ++group) {
+      const int64_t rest = (size - start) / kBlock;
+      const int num_blocks = static_cast<int>(rest < kGroupBlocks ? rest : kGroupBlocks);
+      if (num_blocks < kGroupBlocks) memset(group, 0, sizeof(*group));
+      for (int block = 0; block < num_blocks; ++block) {
+        int8_t codes[kBlock];
+        int32_t sum;
+        RoundBlock(x + start + block * kBlock, codes, group->scales + block, &sum);
+        group->starts[block] = -Row::kOffset * sum;
+        for (int v = 0; v < kBlock / 4; ++v) memcpy(group->codes + v * kVectorBytes + 4 * block, codes + 4 * v, 4);
+      }
+    }
+  }
+
+  static float Dot(const void* row, const void* prepared, int64_t size, const void* next) {
+    const int64_t num_blocks = size / kBlock, num_groups = num_blocks / kGroupBlocks;
+    const auto* codes = static_cast<const char*>(row);
+    const char* scales = codes + num_blocks * kBlockBytes;
+    const auto* x = static_cast<const PreparedGroup*>(prepared);
+    Floats sums[kParts];
+    for (Floats& sum : sums) sum = Vector::Zero();
+
+    const auto add = [&](int part, const PreparedGroup& group, const auto& load, Floats weight_scales) {
+      const int lane = part * Vector::kLanes;
+      const Vector::Ints products = Row::Dot(load, group.codes + 4 * lane, Vector::LoadInts(group.starts + lane));
+      const Floats scaled = Vector::Multiply(Vector::ToFloats(products), Vector::Load(group.scales + lane));
+      sums[part] = Vector::MultiplyAdd(scaled, weight_scales, sums[part]);
+    };
+
+    for (int64_t g = 0; g < num_groups; ++g) {
+      PrefetchLines(next, g * kGroupBytes, kGroupBytes);
+#pragma GCC unroll 2
+      for (int part = 0; part < kParts; ++part) {
+        const char* lanes = codes + g * kGroupBytes + 4 * part * Vector::kLanes;
+        const char* group_scales = scales + (g * kGroupBlocks + part * Vector::kLanes) * kScaleBytes;
+        add(part, x[g], [&](int v) { return Vector::LoadInts(lanes + v * kVectorBytes); },
+            Vector::LoadHalfs(group_scales));
+      }
+    }
+    const int rest = static_cast<int>(num_blocks % kGroupBlocks);
+    for (int part = 0; part * Vector::kLanes < rest; ++part) {
+      const int first = part * Vector::kLanes, count = rest - first;
+      const char* lanes = codes + num_groups * kGroupBytes + 4 * first;
+      add(part, x[num_groups], [&](int v) { return Vector::LoadSomeInts(lanes + v * 4 * rest, count); },
+          Vector::LoadSomeHalfs(scales + (num_groups * kGroupBlocks + first) * kScaleBytes, count));
+    }
+    PrefetchLines(next, num_groups * kGroupBytes, RowBytes(size) - num_groups * kGroupBytes);
+    for (int part = 1; part < kParts; ++part) sums[0] = Vector::Add(sums[0], sums[part]);
+    return Vector::Sum(sums[0]);
+  }
+
+  template <int num_rows>
+  static void AddRows(const void* const* rows, const float* coefficients, float* sums, int64_t size,
+                      const void* const* next) {
+    const int64_t num_blocks = size / kBlock, num_groups = num_blocks / kGroupBlocks;
+    const int rest = static_cast<int>(num_blocks % kGroupBlocks);
+    alignas(64) float factors[num_rows][kGroupBlocks];
+    const char* codes[num_rows];
+
+    for (int64_t g = 0; g < num_groups; ++g) {
+#pragma GCC unroll 4
+      for (int r = 0; r < num_rows; ++r) {
+        PrefetchLines(next[r], g * kGroupBytes, kGroupBytes);
+        codes[r] = static_cast<const char*>(rows[r]) + g * kGroupBytes;
+        const char* scales = static_cast<const char*>(rows[r]) + num_blocks * kBlockBytes + g * kGroupBlocks * kScaleBytes;
+        for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
+          const Floats scale = Vector::LoadHalfs(scales + lane * kScaleBytes);
+          Vector::Store(factors[r] + lane, Vector::Multiply(scale, Vector::Broadcast(coefficients[r])));
+        }
+      }
+      Row::template Add<num_rows>(codes, factors, sums + g * kGroupColumns);
+    }
+    for (int r = 0; r < num_rows; ++r) PrefetchLines(next[r], num_groups * kGroupBytes, RowBytes(size) - num_groups * kGroupBytes);
+    if (rest == 0) return;
+    // The last group is spread to 16 lanes, those that it lacks with factors of zero.
+    alignas(64) char spread[num_rows][kGroupBytes];
+    for (int r = 0; r < num_rows; ++r) {
+      const char* tail = static_cast<const char*>(rows[r]) + num_groups * kGroupBytes;
+      const char* scales = static_cast<const char*>(rows[r]) + num_blocks * kBlockBytes + num_groups * kGroupBlocks * kScaleBytes;
+      codes[r] = spread[r];
+      for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
+        const int count = rest > lane ? rest - lane : 0;
+        const Floats scale = Vector::LoadSomeHalfs(scales + lane * kScaleBytes, count);
+        Vector::Store(factors[r] + lane, Vector::Multiply(scale, Vector::Broadcast(coefficients[r])));
+        for (int v = 0; v < Row::kVectors; ++v) {
+          Vector::StoreInts(spread[r] + v * kVectorBytes + 4 * lane,
+                            Vector::LoadSomeInts(tail + (v * rest + lane) * 4, count));
+        }
+      }
+    }
+    Row::template Add<num_rows>(codes, factors, sums + num_groups * kGroupColumns);
+  }
+
+  static void Finish(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y) {
+    alignas(64) float total[kGroupColumns], ordered[kGroupColumns];
+    for (int64_t start = 0; start < size; start += kGroupColumns) {
+      AddSums<kGroupColumns>(sums + start, stride, num_sums, total);
+      const bool whole = size - start >= kGroupColumns;
+      Row::ToMemoryOrder(total, whole ? y + start : ordered);
+      if (!whole) memcpy(y + start, ordered, (size - start) * sizeof(float));
+    }
+  }
+
+  static constexpr RowKernels kTable = {Row::kType, kGroupColumns, kBlock, RowBytes, PreparedBytes, Prepare,
+                                        Dot, AddAnyRows<BlockKernels>, Finish, SumWords};
+};
