@@ -25,6 +25,8 @@ from tests.tiny import (
     tiny_opt,
 )
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"bias": True}, {"kv_heads": 4}, {"kv_heads": 1}])
@@ -124,6 +126,16 @@ def test_activation_names(tmp_path):
         read_checkpoint(tmp_path / "m", activation="swoosh")
 
 
+def test_code_of_the_models_own_is_not_trusted_silently(tmp_path, caplog):
+    """Such code may compute another FFN than the config names, as Bamboo's does."""
+    tiny_llama(tmp_path / "m", auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    with caplog.at_level(logging.WARNING):
+        read_checkpoint(tmp_path / "m", activation="drelu")
+        assert not caplog.records
+        assert read_checkpoint(tmp_path / "m").config.activation == "relu"
+    assert "auto_map names code of the model's own" in caplog.text and 'activation="drelu"' in caplog.text
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -145,6 +157,10 @@ def test_activation_names(tmp_path):
             {"partial_rotary_factor": 0.25},
             "partial_rotary_factor: expected an even number",
         ),
+        ({"hidden_act": "fatrelu"}, "hidden_act_param: expected fatrelu's threshold"),
+        ({"hidden_act": "fatrelu", "hidden_act_param": -1}, "hidden_act_param: expected fatrelu's threshold"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4}}, "high_freq_factor: expected more than"),
+        ({"rope_parameters": LLAMA3 | {"factor": 0}}, "factor: expected a positive number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
         ({"eos_token_id": "2"}, "eos_token_id: expected a token id"),
         ({"bos_token_id": 64}, "bos_token_id: expected one id of the vocabulary"),
