@@ -1,11 +1,13 @@
 """Split over two devices or whole on one: the same tokens, few programs, no copies left behind."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pjax.base import Placement
+from pjax.base import Placement, Predictors
 from pjax.executor import OneProgram, TwoPrograms, device_pair, make_executor, measure_overlap
 from pjax.executor.two_programs import cold_program, hot_program
 from pjax.sampling import greedy
@@ -13,6 +15,7 @@ from tests.tiny_model import tiny_decoder, tiny_ids, tiny_predictors
 
 SHARES = (0.0, 0.37, 1.0)
 MODES = ("dense", "exact", "predicted")
+SOURCES = ("normed", "residual")  # what a predictor reads
 
 
 def masks(model, share):
@@ -57,6 +60,29 @@ def test_split_equals_whole(mode, gated):
         np.testing.assert_array_equal(split_tokens, tokens)
         np.testing.assert_allclose(split_logits, logits, rtol=0, atol=1e-4)
         np.testing.assert_array_equal(split_rows, rows)
+
+
+BLOCKS = {
+    "parallel": dict(block="parallel", norm="layer", norm_bias=True, gated=False),  # Falcon
+    "post_norm": dict(block="post_norm", embed_width=8, final_norm=False, mlp_bias=True),  # OPT-350m
+    "scaled": dict(residual_scale=0.4, embed_scale=12.0, logit_scale=0.5),  # MiniCPM
+}
+
+
+@pytest.mark.parametrize("mode, source", [("dense", ""), ("exact", ""), *(("predicted", s) for s in SOURCES)])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_split_equals_whole_for_every_block(block, mode, source):
+    model, ids = tiny_decoder(**BLOCKS[block]), tiny_ids(2, 6)
+    predictors = tiny_predictors(model, threshold=0.0)
+    layers = tuple(dataclasses.replace(layer, input=source) for layer in predictors.layers)
+    predictors = Predictors(layers, predictors.reports)
+    tokens, logits, rows = decode(OneProgram(model, mode=mode, predictors=predictors), ids, 4)
+    device, host = jax.devices()
+    split = TwoPrograms(model, masks(model, 0.4), mode=mode, predictors=predictors, device=device, host=host)
+    split_tokens, split_logits, split_rows = decode(split, ids, 4)
+    np.testing.assert_array_equal(split_tokens, tokens)
+    np.testing.assert_allclose(split_logits, logits, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(split_rows, rows)
 
 
 def test_exact_equals_dense_and_computes_less():
