@@ -200,13 +200,13 @@ def _source(tensor: GgufTensor, layout: _Layout, shape: tuple[int, ...], dtype: 
     return SourceTensor(
         name=tensor.name,
         file=str(tensor.file),
-        read=lambda: layout.to_canonical(_read_floats(tensor, layout.rows, dtype)),
+        read=lambda: layout.to_canonical(read_floats(tensor, layout.rows, dtype)),
         shape=shape,
         dtype=dtype,
     )
 
 
-def _read_floats(tensor: GgufTensor, rows: slice, dtype: np.dtype) -> np.ndarray:
+def read_floats(tensor: GgufTensor, rows: slice, dtype: np.dtype) -> np.ndarray:
     """Rows of a tensor as they lie in the file, read a few at a time: little more is held than the result."""
     if len(tensor.shape) == 1:
         return _to_floats(tensor.read_rows(0, 1), tensor.type)[0].astype(dtype)[rows]
