@@ -20,6 +20,7 @@ from pjax.formats.pickled import read_pickle
 from pjax.model_config import ModelConfig
 
 _FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _SPLIT_ARCHITECTURE = "generic.gpu_index"
 
 
@@ -45,7 +46,7 @@ def read_predictors(path: str | os.PathLike[str], config: ModelConfig) -> Stored
     threshold = 0.0
     if (path / "config.json").is_file():
         threshold = read_json(path / "config.json").get("sparse_threshold", 0.0)
-    if type(threshold) not in (int, float) or not abs(threshold) <= np.finfo(np.float32).max:
+    if type(threshold) not in (int, float) or not abs(threshold) <= _FLOAT32_MAX:
         raise ValueError(
             f"{path / 'config.json'}: sparse_threshold: expected a float32 number, found {threshold!r}."
         )
@@ -92,10 +93,9 @@ def read_hot_mask(path: str | os.PathLike[str], config: ModelConfig) -> tuple[np
             f"{file.path}: expected a split that PowerInfer made ({_SPLIT_ARCHITECTURE}), found "
             f"{file.metadata.get('general.architecture')!r}."
         )
-    numbers = [
-        int(found[1]) for name in file.tensors if (found := re.fullmatch(r"blk\.(\d{1,9})\.\w+", name))
-    ]
-    if sorted(set(numbers)) != list(range(config.layers)):
+    parts = (re.fullmatch(r"blk\.(\d{1,9})\.gpu_idx", name) for name in file.tensors)
+    numbers = sorted(int(part[1]) for part in parts if part)
+    if numbers != list(range(config.layers)):
         raise ValueError(
             f"{file.path}: expected layers 0 to {config.layers - 1} of {config.name}, found "
             f"{', '.join(map(str, numbers[:40])) or 'none'}; is it the split of another model?"
