@@ -5,9 +5,11 @@
     python -m pjax.run --config=configs/smollm2.py [--prompt=QUESTION]
 
 Claim: a user's everyday GGUF (4-bit weights, tokenizer and chat template in its metadata) simply works, and
-answers as transformers does on the same file, id for id in greedy float32. Its activation is SiLU, which
-leaves no neuron at zero: there is nothing to skip, so it runs in dense mode, without profile, predictors and
-placement.
+answers as transformers does on the same file, id for id in greedy float32: "The capital of France is Paris."
+Its activation is SiLU, which leaves no neuron at zero: there is nothing to skip, so it runs in dense mode,
+without profile, predictors and placement. Perplexity 5.89; a few minutes on two cores, most of them spent on
+measuring. One difference is meant: the file says that digits stand apart, which is how the model learned;
+transformers 5.24 does not read that key, and cuts several white spaces before a digit otherwise.
 """
 
 from pathlib import Path
