@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import tokenizers
 
-
 _TOO_LARGE = 1 << 32
 """The library keeps ids in 32 bits."""
 
