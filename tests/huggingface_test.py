@@ -117,6 +117,15 @@ def test_eos_ids_are_united(tmp_path, eos, generation, expected):
     assert read_checkpoint(tmp_path / "m").config.eos_ids == expected
 
 
+@pytest.mark.parametrize("name", ["<|end|>", {"content": "<|end|>"}])
+def test_the_tokenizers_end_counts_too(tmp_path, name):
+    tiny_llama(tmp_path / "m")
+    added = {"9": {"content": "<|end|>", "special": True}, "10": {"content": "<|other|>"}}
+    settings = {"eos_token": name, "added_tokens_decoder": added}
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert read_checkpoint(tmp_path / "m").config.eos_ids == (2, 9)
+
+
 def test_activation_names(tmp_path):
     """The file's name is normalised; the caller may replace it; an unknown one is refused."""
     tiny_llama(tmp_path / "m", hidden_act="swish")

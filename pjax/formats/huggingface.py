@@ -42,6 +42,7 @@ def read_folder(path: str | os.PathLike[str], *, activation: str | None = None) 
     family = find_family(file)
     stored = open_weights(folder)
     config = family.config(Source(file, generation, activation, stored.keys()))
+    config = config.replace(eos_ids=tuple(dict.fromkeys(config.eos_ids + _tokenizer_eos_ids(folder))))
     if activation is None and config.is_sparse and config.family != "bamboo" and file.values.get("auto_map"):
         logging.warning(
             "%s: auto_map names code of the model's own, which pjax does not run: the FFN is taken to be %s; "
@@ -116,6 +117,18 @@ def _model_folder(path: Path) -> Path:
         hint += "; give a GGUF file itself, not its folder" if ".gguf" in listed else ""
         raise FileNotFoundError(f"{path} has no config.json, so it is no Hugging Face model folder; {hint}.")
     return path
+
+
+def _tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
+    """The end of a text that the tokenizer's own config names: chat models often have it there alone."""
+    file = folder / "tokenizer_config.json"
+    values = read_json(file) if file.is_file() else {}
+    end, added = values.get("eos_token"), values.get("added_tokens_decoder")
+    content = end.get("content") if isinstance(end, dict) else end
+    if not isinstance(added, dict) or content is None:
+        return ()
+    tokens = [(key, token) for key, token in added.items() if isinstance(token, dict) and key.isdecimal()]
+    return tuple(int(key) for key, token in tokens if token.get("content") == content)
 
 
 def _match_tensors(
