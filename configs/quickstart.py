@@ -25,11 +25,21 @@ def get_config() -> ConfigDict:
     config.dtype = placeholder(str)
     config.mode = placeholder(str)
     config.seed = 0
-    config.profile = ConfigDict({"text": "stdlib:calibration", "num_tokens": 131072})
-    config.predictor = ConfigDict({"kind": "lowrank", "dtype": "float32", "recall": 0.96})
+    config.profile = ConfigDict(
+        {"text": "stdlib:calibration", "num_tokens": 131072, "path": placeholder(str)}
+    )
+    config.predictor = ConfigDict(
+        {"kind": "lowrank", "dtype": "float32", "recall": 0.96, "path": placeholder(str)}
+    )
     config.hardware = "demo"
     config.placement = ConfigDict(
-        {"device_bytes": "40%", "objective": "impact", "group_size": 64, "time_limit_s": 30.0}
+        {
+            "device_bytes": "40%",
+            "objective": "impact",
+            "group_size": 64,
+            "time_limit_s": 30.0,
+            "path": placeholder(str),
+        }
     )
     config.generate = ConfigDict(
         {

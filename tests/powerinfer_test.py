@@ -158,7 +158,7 @@ def test_wrong_splits(llama, tmp_path):
     refused("expected a split")
 
 
-def test_other_models_are_refused(llama, files):
+def test_other_models_are_refused(llama):
     other = tiny_config(neurons=(24, 40))
     for read_fn, path in (
         (read_predictors, llama.predictors),

@@ -61,8 +61,8 @@ def test_predictor_part_is_the_mean_over_layers():
 
 def test_placement_and_hardware_parts():
     assert report.placement_part(PLACEMENT, "solved") == {
-        "source": "solved", "status": "optimal", "objective": 2.3, "bound": 2.5, "hot_neurons": [2, 2], "device_bytes": 4096,
-        "budget_bytes": 8192, "solve_s": 0.25,
+        "source": "solved", "status": "optimal", "objective": 2.3, "bound": 2.5, "hot_neurons": [2, 2],
+        "device_bytes": 4096, "budget_bytes": 8192, "solve_s": 0.25,
     }  # fmt: skip
     assert report.hardware_part(HARDWARE) == {"name": "demo", "source": "simulated"}
 
