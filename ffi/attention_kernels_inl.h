@@ -78,39 +78,44 @@ void AddScores(const AttentionRange& range, const Rows<Element>& keys, int64_t h
   const int64_t num_pairs = range.head_dim / kPair, rest = range.head_dim % kPair;
   const float* q = range.q + head * range.padded;
   for (int64_t token = begin; token < end; token += kRows) {
-    Floats sums[Vector::kLanes];
+    const Element* rows[kRows];
+    const char* ahead[kRows];
+    Floats sums[kHeads][kRows];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const int64_t row_token = std::min(token + r, end - 1);
-      const Element* row = keys.At(row_token);
-      const char* ahead = keys.Ahead(row_token);
-      Floats row_sums[kHeads];
+      rows[r] = keys.At(row_token);
+      ahead[r] = keys.Ahead(row_token);
 #pragma GCC unroll 4
-      for (int h = 0; h < kHeads; ++h) row_sums[h] = Vector::Zero();
-      const auto add_pair = [&](const Floats* pair, int64_t number) {
+      for (int h = 0; h < kHeads; ++h) sums[h][r] = Vector::Zero();
+    }
+    const auto add_pair = [&](int64_t number, auto load) {
+      Floats factors[kHeads][2];
+#pragma GCC unroll 4
+      for (int h = 0; h < kHeads; ++h) {
+        factors[h][0] = Vector::Load(q + h * range.padded + number * kPair);
+        factors[h][1] = Vector::Load(q + h * range.padded + number * kPair + Vector::kLanes);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        if (head == 0) PrefetchPair<Element>(ahead[r], number);
+        Floats pair[2];
+        load(rows[r] + number * kPair, pair);
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h) {
-          const float* factors = q + h * range.padded + number * kPair;
-          row_sums[h] = Vector::MultiplyAdd(pair[0], Vector::Load(factors), row_sums[h]);
-          row_sums[h] = Vector::MultiplyAdd(pair[1], Vector::Load(factors + Vector::kLanes), row_sums[h]);
+          sums[h][r] = Vector::MultiplyAdd(pair[0], factors[h][0], sums[h][r]);
+          sums[h][r] = Vector::MultiplyAdd(pair[1], factors[h][1], sums[h][r]);
         }
-      };
-      Floats pair[2];
-      for (int64_t i = 0; i < num_pairs; ++i) {
-        if (head == 0) PrefetchPair<Element>(ahead, i);
-        Vector::LoadPair(row + i * kPair, pair);
-        add_pair(pair, i);
       }
-      if (rest > 0) {
-        if (head == 0) PrefetchPair<Element>(ahead, num_pairs);
-        Vector::LoadPart(row + num_pairs * kPair, rest, pair);
-        add_pair(pair, num_pairs);
-      }
-#pragma GCC unroll 4
-      for (int h = 0; h < kHeads; ++h) sums[h * kRows + r] = row_sums[h];
+    };
+    for (int64_t i = 0; i < num_pairs; ++i) {
+      add_pair(i, [](const Element* row, Floats* pair) { Vector::LoadPair(row, pair); });
+    }
+    if (rest > 0) {
+      add_pair(num_pairs, [&](const Element* row, Floats* pair) { Vector::LoadPart(row, rest, pair); });
     }
     float results[Vector::kLanes];
-    Vector::Store(results, Vector::SumEach(sums));
+    Vector::Store(results, Vector::SumEach(&sums[0][0]));
 #pragma GCC unroll 4
     for (int h = 0; h < kHeads; ++h) {
       float* scores = range.scores + (head + h) * range.score_stride + (token - range.begin);
