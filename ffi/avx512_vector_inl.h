@@ -44,16 +44,29 @@ struct Avx512Vector {
   static Ints LoadSomeInts(const void* from, int count) { return _mm512_maskz_loadu_epi32(FirstLanes(count), from); }
   static void StoreInts(void* to, Ints value) { _mm512_storeu_si512(to, value); }
   static Floats ToFloats(Ints value) { return _mm512_cvtepi32_ps(value); }
-  static Ints Round(Floats value) { return _mm512_cvtps_epi32(value); }
+  static Ints ZeroInts() { return _mm512_setzero_si512(); }
 
   static Floats RepeatFourTimes(const float* from) {
     const __m512i source = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     return _mm512_permutexvar_ps(source, _mm512_castps128_ps512(_mm_loadu_ps(from)));
   }
-  // A table look-up uses the low four bits of each lane only, so that one shift is all the extraction.
-  static Floats Nibble(Ints words, int i) {
+  // A table look-up uses the low four bits of each lane only: what is above them need not be cleared, and a load that
+  // starts at the byte of the nibble replaces a shift, which is dearer.
+  static Floats LoadNibbles(const char* words, int i) {
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * i), values);
+    const __m512i bytes = LoadInts(words + i / 2);
+    return _mm512_permutexvar_ps(i % 2 == 0 ? bytes : _mm512_srli_epi32(bytes, 4), values);
+  }
+  static int32_t MagnitudeBits(const float* block) {
+    const __m512i both = _mm512_max_epi32(_mm512_and_si512(LoadInts(block), _mm512_set1_epi32(0x7fffffff)),
+                                          _mm512_and_si512(LoadInts(block + 16), _mm512_set1_epi32(0x7fffffff)));
+    return _mm512_reduce_max_epi32(both);
+  }
+  static void RoundBlock(const float* block, float factor, int8_t* codes) {
+    for (int i = 0; i < 32; i += kLanes) {
+      const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(Load(block + i), Broadcast(factor)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(rounded));
+    }
   }
   static void Transpose4(const float* from, int64_t stride, float* to, int64_t to_stride) {
     __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + stride), c = _mm_loadu_ps(from + 2 * stride),

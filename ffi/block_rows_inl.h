@@ -9,6 +9,9 @@ constexpr int kVectorBytes = 4 * kGroupBlocks;
 // Registers that the 16 lanes fill.
 constexpr int kParts = kGroupBlocks / Vector::kLanes;
 
+// Bytes behind a vector of codes that a kernel may read: scales follow the last one.
+constexpr int kReadBehind = 4;
+
 // Activations below this count as zero: their scale, or its inverse, would not be a normal number.
 constexpr float kSmallestInput = 0x1p-110f;
 
@@ -79,9 +82,6 @@ struct NibbleRow {
       for (int r = 0; r < num_rows; ++r) factor[r] = Vector::Load(factors[r] + lane);
 #pragma GCC unroll 1
       for (int j = 0; j < kVectors; ++j) {
-        Vector::Ints words[num_rows];
-#pragma GCC unroll 4
-        for (int r = 0; r < num_rows; ++r) words[r] = Vector::LoadInts(codes[r] + j * kVectorBytes + 4 * lane);
 #pragma GCC unroll 8
         for (int nibble = 0; nibble < 8; ++nibble) {
           const int weight = 8 * j + nibble / 2 + nibble % 2 * 4;
@@ -89,7 +89,8 @@ struct NibbleRow {
           Vector::Floats sum = Vector::Load(out);
 #pragma GCC unroll 4
           for (int r = 0; r < num_rows; ++r) {
-            sum = Vector::MultiplyAdd(Vector::Nibble(words[r], nibble), factor[r], sum);
+            const char* words = codes[r] + j * kVectorBytes + 4 * lane;
+            sum = Vector::MultiplyAdd(Vector::LoadNibbles(words, nibble), factor[r], sum);
           }
           Vector::Store(out, sum);
         }
@@ -106,25 +107,12 @@ struct NibbleRow {
   }
 };
 
-// Rounds one block to int8, in memory order.
-void RoundBlock(const float* x, int8_t* codes, float* scale, int32_t* sum) {
-  int32_t bits[kBlock], largest = 0;
-  memcpy(bits, x, sizeof(bits));
-  for (int32_t b : bits) largest = largest > (b & 0x7fffffff) ? largest : (b & 0x7fffffff);
+// The scale of a block with this largest magnitude, given as the bits of a float32.
+float ScaleOf(int32_t magnitude_bits) {
+  if (magnitude_bits >= kInfinityBits) return __builtin_nanf("");
   float magnitude;
-  memcpy(&magnitude, &largest, sizeof(magnitude));
-  const bool finite = largest < kInfinityBits, zero = finite && magnitude < kSmallestInput;
-  *scale = !finite ? __builtin_nanf("") : zero ? 0.0f : magnitude / 127.0f;
-  const Vector::Floats inverse = Vector::Broadcast(!finite || zero ? 0.0f : 1.0f / *scale);
-  int32_t rounded[kBlock], total = 0;
-  for (int i = 0; i < kBlock; i += Vector::kLanes) {
-    Vector::StoreInts(rounded + i, Vector::Round(Vector::Multiply(Vector::Load(x + i), inverse)));
-  }
-  for (int i = 0; i < kBlock; ++i) {
-    codes[i] = static_cast<int8_t>(finite ? rounded[i] : 0);
-    total += codes[i];
-  }
-  *sum = total;
+  memcpy(&magnitude, &magnitude_bits, sizeof(magnitude));
+  return magnitude < kSmallestInput ? 0.0f : magnitude / 127.0f;
 }
 
 template <typename Row>
@@ -134,9 +122,25 @@ struct BlockKernels {
   static constexpr int64_t kGroupBytes = kGroupBlocks * kBlockBytes;
   static constexpr int64_t kScaleBytes = 2;
 
-  static int64_t RowBytes(int64_t size) { return size / kBlock * (kBlockBytes + kScaleBytes); }
+  // Without sign, so that they are shifts.
+  static int64_t NumBlocks(int64_t size) { return static_cast<uint64_t>(size) / kBlock; }
+  static int64_t NumGroups(int64_t size) { return static_cast<uint64_t>(size) / kGroupColumns; }
+
+  static int64_t RowBytes(int64_t size) { return NumBlocks(size) * (kBlockBytes + kScaleBytes); }
   static int64_t PreparedBytes(int64_t size) {
     return (size + kGroupColumns - 1) / kGroupColumns * static_cast<int64_t>(sizeof(PreparedGroup));
+  }
+
+  static const char* ScalesOf(const void* row, int64_t size, int64_t group) {
+    return static_cast<const char*>(row) + NumBlocks(size) * kBlockBytes + group * kGroupBlocks * kScaleBytes;
+  }
+
+  // What lies behind the whole groups: the last codes and the scales.
+  static void PrefetchRest(const void* row, int64_t size) {
+    const char* line = static_cast<const char*>(row) + NumGroups(size) * kGroupBytes;
+    const char* end = static_cast<const char*>(row) + RowBytes(size);
+#pragma GCC unroll 1
+    for (; line < end; line += kLineBytes) __builtin_prefetch(line, 0, 3);
   }
 
   static void Prepare(const float* x, int64_t size, void* prepared) {
@@ -146,19 +150,33 @@ struct BlockKernels {
       const int num_blocks = static_cast<int>(rest < kGroupBlocks ? rest : kGroupBlocks);
       if (num_blocks < kGroupBlocks) memset(group, 0, sizeof(*group));
       for (int block = 0; block < num_blocks; ++block) {
+        const float* from = x + start + block * kBlock;
+        const float scale = ScaleOf(Vector::MagnitudeBits(from));
         int8_t codes[kBlock];
-        int32_t sum;
-        RoundBlock(x + start + block * kBlock, codes, group->scales + block, &sum);
-        group->starts[block] = -Row::kOffset * sum;
+        Vector::RoundBlock(from, scale > 0 ? 1.0f / scale : 0.0f, codes);  // any codes will do beside a scale of NaN
+        group->scales[block] = scale;
         for (int v = 0; v < kBlock / 4; ++v) memcpy(group->codes + v * kVectorBytes + 4 * block, codes + 4 * v, 4);
       }
+      SumCodes(group);
     }
   }
 
+  // The sums of x are its products with weights of one.
+  static void SumCodes(PreparedGroup* group) {
+    alignas(64) int8_t ones[kVectorBytes];
+    memset(ones, 1 - Vector::kByteOffset, sizeof(ones));
+    const auto load = [&](int) { return Vector::LoadInts(ones); };
+    for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
+      const Vector::Ints none = Vector::ZeroInts();
+      Vector::StoreInts(group->starts + lane, Vector::DotBytes(load, group->codes + 4 * lane, none));
+    }
+    for (int32_t& start : group->starts) start *= -Row::kOffset;
+  }
+
   static float Dot(const void* row, const void* prepared, int64_t size, const void* next) {
-    const int64_t num_blocks = size / kBlock, num_groups = num_blocks / kGroupBlocks;
+    const int64_t num_groups = NumGroups(size);
     const auto* codes = static_cast<const char*>(row);
-    const char* scales = codes + num_blocks * kBlockBytes;
+    const char* scales = ScalesOf(row, size, 0);
     const auto* x = static_cast<const PreparedGroup*>(prepared);
     Floats sums[kParts];
     for (Floats& sum : sums) sum = Vector::Zero();
@@ -180,14 +198,14 @@ struct BlockKernels {
             Vector::LoadHalfs(group_scales));
       }
     }
-    const int rest = static_cast<int>(num_blocks % kGroupBlocks);
+    const int rest = static_cast<int>(NumBlocks(size) - num_groups * kGroupBlocks);
     for (int part = 0; part * Vector::kLanes < rest; ++part) {
       const int first = part * Vector::kLanes, count = rest - first;
       const char* lanes = codes + num_groups * kGroupBytes + 4 * first;
       add(part, x[num_groups], [&](int v) { return Vector::LoadSomeInts(lanes + v * 4 * rest, count); },
           Vector::LoadSomeHalfs(scales + (num_groups * kGroupBlocks + first) * kScaleBytes, count));
     }
-    PrefetchLines(next, num_groups * kGroupBytes, RowBytes(size) - num_groups * kGroupBytes);
+    PrefetchRest(next, size);
     for (int part = 1; part < kParts; ++part) sums[0] = Vector::Add(sums[0], sums[part]);
     return Vector::Sum(sums[0]);
   }
@@ -195,8 +213,8 @@ struct BlockKernels {
   template <int num_rows>
   static void AddRows(const void* const* rows, const float* coefficients, float* sums, int64_t size,
                       const void* const* next) {
-    const int64_t num_blocks = size / kBlock, num_groups = num_blocks / kGroupBlocks;
-    const int rest = static_cast<int>(num_blocks % kGroupBlocks);
+    const int64_t num_groups = NumGroups(size);
+    const int rest = static_cast<int>(NumBlocks(size) - num_groups * kGroupBlocks);
     alignas(64) float factors[num_rows][kGroupBlocks];
     const char* codes[num_rows];
 
@@ -205,7 +223,7 @@ struct BlockKernels {
       for (int r = 0; r < num_rows; ++r) {
         PrefetchLines(next[r], g * kGroupBytes, kGroupBytes);
         codes[r] = static_cast<const char*>(rows[r]) + g * kGroupBytes;
-        const char* scales = static_cast<const char*>(rows[r]) + num_blocks * kBlockBytes + g * kGroupBlocks * kScaleBytes;
+        const char* scales = ScalesOf(rows[r], size, g);
         for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
           const Floats scale = Vector::LoadHalfs(scales + lane * kScaleBytes);
           Vector::Store(factors[r] + lane, Vector::Multiply(scale, Vector::Broadcast(coefficients[r])));
@@ -213,13 +231,13 @@ struct BlockKernels {
       }
       Row::template Add<num_rows>(codes, factors, sums + g * kGroupColumns);
     }
-    for (int r = 0; r < num_rows; ++r) PrefetchLines(next[r], num_groups * kGroupBytes, RowBytes(size) - num_groups * kGroupBytes);
+    for (int r = 0; r < num_rows; ++r) PrefetchRest(next[r], size);
     if (rest == 0) return;
     // The last group is spread to 16 lanes, those that it lacks with factors of zero.
-    alignas(64) char spread[num_rows][kGroupBytes];
+    alignas(64) char spread[num_rows][kGroupBytes + kReadBehind];
     for (int r = 0; r < num_rows; ++r) {
       const char* tail = static_cast<const char*>(rows[r]) + num_groups * kGroupBytes;
-      const char* scales = static_cast<const char*>(rows[r]) + num_blocks * kBlockBytes + num_groups * kGroupBlocks * kScaleBytes;
+      const char* scales = ScalesOf(rows[r], size, num_groups);
       codes[r] = spread[r];
       for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
         const int count = rest > lane ? rest - lane : 0;

@@ -3,6 +3,9 @@
 // Within 32 columns, activations and sums are kept in the order in which registers of weights come out of memory: as
 // stored, except for bfloat16, where the 16 even elements come before the 16 odd ones.
 
+// Columns that are added up at a time: their totals stay in the first-level cache.
+constexpr int64_t kTile = 512;
+
 constexpr int kVectorsPerBlock = kBlock / Vector::kLanes;
 
 struct Float32Row {
@@ -151,8 +154,14 @@ struct FloatKernels {
   }
 
   static void Finish(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y) {
-    for (int64_t start = 0; start < size; start += kBlock) {
-      float total[kBlock], ordered[kBlock];
+    int64_t start = 0;
+    alignas(64) float total[kTile];
+    for (; start + kTile <= size; start += kTile) {
+      AddSums<kTile>(sums + start, stride, num_sums, total);
+      for (int64_t i = 0; i < kTile; i += kBlock) FromLaneOrder(total + i, y + start + i);
+    }
+    for (; start < size; start += kBlock) {
+      float ordered[kBlock];
       AddSums<kBlock>(sums + start, stride, num_sums, total);
       FromLaneOrder(total, ordered);
       memcpy(y + start, ordered, (size - start < kBlock ? size - start : kBlock) * sizeof(float));

@@ -38,15 +38,16 @@ struct RowKernels {
   int64_t (*row_bytes)(int64_t size);
   // Bytes of a prepared x, a multiple of 64; it must be aligned to 64.
   int64_t (*prepared_bytes)(int64_t size);
-  // For q8_0 and q4_0 x is rounded to int8 in blocks of 32: scale = max|x| / 127, code = round(x * (1 / scale)). A block
-  // with a NaN or an infinity has scale NaN, so that every product with it is NaN; one below 2^-110 counts as zero.
+  // For q8_0 and q4_0 x is rounded to int8 in blocks of 32: scale = max|x| / 127, code = round(x * (1 / scale)), half-way
+  // to even. A block with a NaN or an infinity has scale NaN, so that all products with it are NaN; one below 2^-110
+  // counts as zero.
   void (*prepare)(const float* x, int64_t size, void* prepared);
   // Sum of row[i] * x[i]. While line i of the row is used, line i of `next` is prefetched (`next` may be any address).
   float (*dot)(const void* row, const void* prepared, int64_t size, const void* next);
   // sums[i] += coefficients[0] * rows[0][i] + ..., in that order, for the first num_rows <= kGroup rows.
   void (*add_rows)(const void* const* rows, const float* coefficients, int num_rows, float* sums, int64_t size,
                    const void* const* next);
-  // y = sums + (sums + stride) + ..., in that order, num_sums >= 1 of them, of `size` columns each, put in memory order.
+  // y = sums + (sums + stride) + ..., in that order, num_sums >= 1 of them, of `size` columns each, in memory order.
   void (*finish)(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y);
   // Sum modulo 2^32 of `count` words, prefetching 4 KB ahead.
   uint32_t (*sum_words)(const uint32_t* words, int64_t count);

@@ -1,16 +1,19 @@
-// The row kernels, written once over a `Vector` type that each instruction set's file defines before including this:
+// The row kernels, written once over a type Vector that each instruction set's file defines before including this:
 //
 //   Floats, Ints: registers of kLanes (8 or 16) float32 or int32.   kAccumulators: independent sums of a dot.
 //   Zero, Broadcast, Load, Store, Add, Multiply, MultiplyAdd, Sum.
-//   LoadEven, LoadOdd: 2 * kLanes bfloat16 -> the even / odd ones.   LoadHalfs: kLanes float16.   LoadBytes: kLanes int8.
-//   LoadInts, StoreInts: from and to any address.   ToFloats.   Round: to the nearest integers.
+//   LoadEven, LoadOdd: 2 * kLanes bfloat16 -> the even / odd ones.
+//   LoadHalfs: kLanes float16.   LoadBytes: kLanes int8.
+//   ZeroInts.   LoadInts, StoreInts: from and to any address.   ToFloats.
 //   LoadSomeInts, LoadSomeHalfs: the first `count` (any number from 0) and zeros, touching nothing behind them.
-//   RepeatFourTimes: kLanes / 4 floats, each four times.   Nibble(words, i): bits 4i..4i+3 of each lane, minus 8.
-//   Transpose4: 4 x 4 floats.
-//   DotBytes(load, x, start): start + sum over v < 8 of the products of the four int8 of each lane of load(v), and those
-//     at x + 64 v; exact if the sums start at -kByteOffset * (sum of x).
-//   DotNibbles(load, x, start): the same for the low four bits of the bytes of load(j), j < 4, and the x at 128 j, and the
-//     high four and the x at 128 j + 64, as numbers 0 to 15.
+//   LoadNibbles(words, i): bits 4i..4i+3 of each of kLanes words, minus 8; may read kReadBehind bytes behind them.
+//   RepeatFourTimes: kLanes / 4 floats, each four times.   Transpose4: 4 x 4 floats.
+//   MagnitudeBits: the bits of the largest of 32 floats without their signs; no less than those of infinity for a NaN.
+//   RoundBlock(block, factor, codes): 32 floats times the factor, to the nearest int8; half-way to the even one.
+//   DotBytes(load, x, start): start + sum over v < 8 of the products of the four int8 of each lane of load(v), and
+//     those at x + 64 v; exact if the sums start at -kByteOffset * (sum of x).
+//   DotNibbles(load, x, start): the same for the low four bits of the bytes of load(j), j < 4, and the x at 128 j, and
+//     the high four and the x at 128 j + 64, as numbers 0 to 15.
 //
 // It deliberately has no include guard and lives in an anonymous namespace: each including file gets its own copy.
 #include <string.h>

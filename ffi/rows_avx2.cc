@@ -51,15 +51,33 @@ struct Vector {
   }
   static void StoreInts(void* to, Ints value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
   static Floats ToFloats(Ints value) { return _mm256_cvtepi32_ps(value); }
-  static Ints Round(Floats value) { return _mm256_cvtps_epi32(value); }
+  static Ints ZeroInts() { return _mm256_setzero_si256(); }
 
   static Floats RepeatFourTimes(const float* from) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_set1_ps(from[0])), _mm_set1_ps(from[1]), 1);
   }
   // Eight less than the nibble, as a number of four bits with sign, is the nibble with its top bit flipped.
-  static Floats Nibble(Ints words, int i) {
-    const __m256i flipped = _mm256_xor_si256(words, _mm256_set1_epi32(static_cast<int>(0x88888888u)));
+  static Floats LoadNibbles(const char* words, int i) {
+    const __m256i flipped = _mm256_xor_si256(LoadInts(words), _mm256_set1_epi32(static_cast<int>(0x88888888u)));
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(flipped, 28 - 4 * i), 28));
+  }
+  static int32_t MagnitudeBits(const float* block) {
+    __m256i largest = _mm256_setzero_si256();
+    for (int i = 0; i < 32; i += kLanes) {
+      largest = _mm256_max_epi32(largest, _mm256_and_si256(LoadInts(block + i), _mm256_set1_epi32(0x7fffffff)));
+    }
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+    four = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 1)));
+  }
+  static void RoundBlock(const float* block, float factor, int8_t* codes) {
+    const auto round = [&](int i) {
+      return _mm256_cvtps_epi32(_mm256_mul_ps(Load(block + i * kLanes), Broadcast(factor)));
+    };
+    // Packing works on halves of registers, which leaves runs of four bytes in the order 0 2 4 6 1 3 5 7.
+    const __m256i first = _mm256_packs_epi32(round(0), round(1)), second = _mm256_packs_epi32(round(2), round(3));
+    const __m256i bytes = _mm256_packs_epi16(first, second);
+    StoreInts(codes, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
   }
   static void Transpose4(const float* from, int64_t stride, float* to, int64_t to_stride) {
     __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + stride), c = _mm_loadu_ps(from + 2 * stride),

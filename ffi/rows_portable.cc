@@ -85,26 +85,34 @@ struct Vector {
     for (int i = 0; i < kLanes; ++i) out.lane[i] = static_cast<float>(value.lane[i]);
     return out;
   }
-  // A float of 1.5 * 2^23 has no bits left for fractions: adding it rounds, to nearest even as the other levels do.
-  static Ints Round(const Floats& value) {
-    constexpr float kNoFraction = 12582912.0f;
-    Ints out;
-    for (int i = 0; i < kLanes; ++i) out.lane[i] = BitsOf(value.lane[i] + kNoFraction) - BitsOf(kNoFraction);
-    return out;
-  }
+  static Ints ZeroInts() { return Ints{}; }
 
   static Floats RepeatFourTimes(const float* from) {
     Floats out;
     for (int i = 0; i < kLanes; ++i) out.lane[i] = from[i / 4];
     return out;
   }
-  static Floats Nibble(const Ints& words, int i) {
+  static Floats LoadNibbles(const char* words, int i) {
+    const Ints ints = LoadInts(words);
     Floats out;
     for (int l = 0; l < kLanes; ++l) {
-      const uint32_t shifted = static_cast<uint32_t>(words.lane[l]) >> (4 * i);
+      const uint32_t shifted = static_cast<uint32_t>(ints.lane[l]) >> (4 * i);
       out.lane[l] = static_cast<float>(static_cast<int32_t>(shifted & 15) - 8);
     }
     return out;
+  }
+  static int32_t MagnitudeBits(const float* block) {
+    int32_t largest = 0;
+    for (int i = 0; i < 32; ++i) {
+      const int32_t bits = BitsOf(block[i]) & 0x7fffffff;
+      largest = largest > bits ? largest : bits;
+    }
+    return largest;
+  }
+  // A float of 1.5 * 2^23 has no bits left for fractions: adding it rounds, to nearest even as the other levels do.
+  static void RoundBlock(const float* block, float factor, int8_t* codes) {
+    constexpr float kNoFraction = 12582912.0f;
+    for (int i = 0; i < 32; ++i) codes[i] = static_cast<int8_t>(BitsOf(block[i] * factor + kNoFraction));
   }
   static void Transpose4(const float* from, int64_t stride, float* to, int64_t to_stride) {
     for (int i = 0; i < 4; ++i) {
