@@ -25,7 +25,10 @@ _FORMATS = {"q8_0": np.int64(1), "q4_0": np.int64(2)}
 """Their numbers in the handlers; 0 is a float type, which its array tells."""
 
 _LIBRARY_NAME = "libpjax_cpu.so"
-_TARGETS = ("pjax_decode_attention", "pjax_sparse_ffn", "pjax_packed_ffn", "pjax_matvec", "pjax_stream_sum", "pjax_address")
+_TARGETS = tuple(
+    f"pjax_{name}"
+    for name in ("sparse_ffn", "packed_ffn", "matvec", "decode_attention", "stream_sum", "address")
+)
 _LOCK = threading.Lock()
 
 
