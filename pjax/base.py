@@ -62,6 +62,11 @@ class Ffn:
         return self.gate is not None
 
     @property
+    def format(self) -> str:
+        """The weight type: "float32", "bfloat16" or "float16"."""
+        return str(self.up.dtype)
+
+    @property
     def neurons(self) -> int:
         """Number of rows."""
         return self.up.shape[0]

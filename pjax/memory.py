@@ -8,7 +8,7 @@ _LINE_BYTES = 64
 
 _LARGE_PAGE_BYTES = 2 << 20
 """NumPy asks the system for such pages where an array is large (Linux; NUMPY_MADVISE_HUGEPAGE), XLA does
-not. Beginning on one, a matrix of 4 MB has two of them and not one. Gathered rows are read 3 to 13 % faster."""
+not. Beginning on one, a matrix of 4 MB has two of them and not one. Gathered rows come 3 to 13 % faster."""
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -223,7 +223,7 @@ def _placement(
     hardware: HardwareSpec,
 ) -> Placement:
     wanted = settings.placement
-    dtype = str(model.layers[0].ffn.up[...].dtype)
+    dtype = model.layers[0].ffn.weights.format
     ffn_bytes = neuron_bytes(model.config, dtype) * sum(model.config.neurons)
     budget = min(device_budget(wanted.device_bytes, ffn_bytes, hardware.device_bytes), hardware.device_bytes)
 

@@ -13,7 +13,7 @@ from flax import nnx
 from pjax.base import ActivationStats, FfnFn, LowRankPredictor, Predictors, ProgressFn
 from pjax.model import Decoder, check_ids, prompt_positions
 from pjax.model_config import Activation, ModelConfig
-from pjax.ops.reference import ffn_values
+from pjax.ops.reference import dense_ffn
 from pjax.predictor import (
     NUM_BINS,
     FitState,
@@ -58,8 +58,7 @@ class Observed(NamedTuple):
 def observed_ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, Observed]:
     """The dense FFN, which also hands back its input and which neurons were active."""
     del residual
-    values = ffn_values(x, layer.ffn.weights, Activation.parse(layer.ffn.activation))
-    y = jnp.matmul(values, layer.ffn.weights.down.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    y, values = dense_ffn(x, layer.ffn.weights, Activation.parse(layer.ffn.activation))
     flat = Observed(x.reshape(-1, x.shape[-1]), (values != 0).reshape(-1, values.shape[-1]))
     return layer.ffn.add_down_bias(y), flat
 

@@ -126,7 +126,7 @@ class Settings:
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "dtype": (None, "float32", "bfloat16", "float16"),
+    "dtype": (None, "float32", "bfloat16", "float16", "q8_0", "q4_0"),
     "mode": (None, *MODES),
     "predictor.kind": ("lowrank",),
     "predictor.dtype": ("float32",),

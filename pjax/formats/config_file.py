@@ -1,7 +1,7 @@
 """A config.json with checked access: a value is right, or the error names file, key and value."""
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,12 @@ _ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
 }
 """Names that configs use, and ours; the last three are one formula, the tanh approximation."""
+
+_MAX_COUNT = 2**63 - 1
+"""Of what fits NumPy's integers; JSON has no bound of its own."""
+
+_MAX_NUMBER = sys.float_info.max
+"""A larger integer is less than infinity and still has no float."""
 
 
 def parse_activation(name: str) -> str:
@@ -68,12 +74,14 @@ class ConfigFile(NamedTuple):
             f"{self.file}: {key}: {json.dumps(value)} is not supported yet; supported: {supported}."
         )
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Returns a positive integer; the default, if there is one, for an absent or null key."""
+    def count(self, key: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
+        """Returns an integer from 1 to `most`; the default, if there is one, for an absent or null key."""
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise self.error(key, "a positive integer")
+        if value > most:
+            raise self.error(key, f"at most {most}")
         return value
 
     def count_or_none(self, key: str, default: int) -> int | None:
@@ -84,7 +92,7 @@ class ConfigFile(NamedTuple):
         """Returns a positive finite number; the default, if there is one, for an absent or null key."""
         value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_NUMBER:
             raise self.error(key, "a positive number")
         return float(value)
 
@@ -112,7 +120,7 @@ class ConfigFile(NamedTuple):
         if (
             not isinstance(threshold, int | float)
             or isinstance(threshold, bool)
-            or not 0 <= threshold < math.inf
+            or not 0 <= threshold <= _MAX_NUMBER
         ):
             raise self.error("hidden_act_param", "fatrelu's threshold, a number of at least 0")
         return f"fatrelu:{float(threshold)}"

@@ -61,6 +61,11 @@ def read_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
         raise ValueError(f"{place}: not JSON ({error.msg}); the file {describe_content(raw)}.") from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of too many digits, or brackets in brackets in ...
+        raise ValueError(f"{path}: cannot be read as JSON ({error}). Get it again.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, found a {type(found).__name__}.")
     return found

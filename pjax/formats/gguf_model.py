@@ -80,6 +80,8 @@ def read_gguf(path: str | os.PathLike[str], *, activation: str | None = None) ->
 def _join_parts(file: GgufFile) -> GgufFile:
     """The whole of a model that is split over files; the first has the metadata."""
     num_parts = file.metadata.get("split.count", 1)
+    if not isinstance(num_parts, int) or num_parts < 0:
+        raise ValueError(f"{file.path}: split.count: expected a number of parts, found {num_parts!r:.80}.")
     if num_parts in (0, 1):
         return file
     found = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", file.path.name)

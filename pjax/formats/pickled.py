@@ -5,6 +5,7 @@ import math
 import pickle
 import pickletools
 import re
+import reprlib
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -37,6 +38,10 @@ _OPERATIONS = """
     BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID
 """
 """What tensors in containers are written with. The rest makes objects, or is of no use here."""
+
+_MAX_SHARING = (
+    100  # Times that a byte of a pickle may be used, on average; what shares its weights does so twice.
+)
 
 _LEGACY_START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # The pickled number before PyTorch 1.6.
 
@@ -94,17 +99,51 @@ class _Dict(dict):
         del state
 
 
+def _check_operations(pickled: bytes) -> None:
+    """Raises for what tensors do not need, and for what would grow without end.
+
+    An object may be used again, so that a tuple of two of a tuple of two of ... is short to write and endless
+    to look at. Each object's weight is therefore followed: itself and all in it, as often as it is there.
+    """
+    operations = frozenset(_OPERATIONS.split())
+    stack: list[list[int]] = []  # each in a list of its own, for objects that are filled later
+    marks: list[int] = []
+    memo: dict[Any, list[int]] = {}
+    for operation, argument, _ in pickletools.genops(pickled):
+        name = operation.name
+        if name not in operations:
+            raise ValueError(f"the pickle has the operation {name}, which tensors do not need")
+        # Python makes room for as many entries as the largest of these numbers says.
+        if name == "LONG_BINPUT" and isinstance(argument, int) and argument > len(pickled):
+            raise ValueError(f"the pickle numbers an entry {argument}, and has {len(pickled)} bytes")
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        else:
+            before = operation.stack_before
+            to_mark = pickletools.markobject in before
+            start = (
+                marks.pop() - before.index(pickletools.markobject) if to_mark else len(stack) - len(before)
+            )
+            used, stack[start:] = stack[start:], []
+            weight = sum(item[0] for item in used)
+            if weight > _MAX_SHARING * len(pickled):
+                raise ValueError("the pickle puts objects into each other over and over")
+            if name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"):
+                used[0][0] = weight
+                stack.append(used[0])
+            else:
+                stack += [[weight + 1] for _ in operation.stack_after]
+
+
 class _TensorUnpickler(pickle.Unpickler):
     """Knows the names that tensors need, and no others."""
 
     def __init__(self, pickled: bytes, storage_fn: _StorageFn):
-        operations = frozenset(_OPERATIONS.split())
-        for operation, argument, _ in pickletools.genops(pickled):
-            if operation.name not in operations:
-                raise ValueError(f"the pickle has the operation {operation.name}, which tensors do not need")
-            # Python makes room for as many entries as the largest of these numbers says.
-            if operation.name == "LONG_BINPUT" and isinstance(argument, int) and argument > len(pickled):
-                raise ValueError(f"the pickle numbers an entry {argument}, and has {len(pickled)} bytes")
+        _check_operations(pickled)
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
         self._storage_fn = storage_fn
         self._globals = {
@@ -127,18 +166,20 @@ class _TensorUnpickler(pickle.Unpickler):
         """Returns the elements of a storage."""
         kind, storage_type, key, _, length = pid[:5]
         if kind != "storage" or any(pid[5:]):
-            raise ValueError(f"a storage is expected, the pickle has {str(pid)[:80]}")
+            raise ValueError(f"a storage is expected, the pickle has {reprlib.repr(pid)}")
         if not isinstance(storage_type, _Global) or storage_type.dtype is None:
-            raise ValueError(f"storage {key}: an element type is expected")
+            raise ValueError(f"storage {reprlib.repr(key)}: an element type is expected")
         if not isinstance(key, str) or type(length) is not int or length < 0:
-            raise ValueError(f"a storage has the key {key!r:.80} and the length {length!r:.80}")
+            raise ValueError(f"a storage has the key and the length {reprlib.repr((key, length))}")
         return self._storage_fn(key, storage_type.dtype, length)
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> np.ndarray:
     counts = (offset, *shape, *strides)
     if not isinstance(storage, np.ndarray) or any(type(n) is not int or n < 0 for n in counts):
-        raise ValueError(f"a tensor has the offset {offset}, shape {shape} and strides {strides}")
+        raise ValueError(
+            f"a tensor has the offset, shape and strides {reprlib.repr((offset, shape, strides))}"
+        )
     size = math.prod(shape)
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if size > storage.size or (size and last >= storage.size):

@@ -1,6 +1,7 @@
 """Opening the weight files of a model folder: one, or the shards that an index names. Nothing is read yet."""
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,8 @@ def _open_shards(index: Path, open_fn: Callable[[Path], dict[str, SourceTensor]]
     for shard in weight_map.values():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise ValueError(f"{index}: weight_map: expected names of files beside it, found {shard!r}.")
-        if shard not in shards and not (index.parent / shard).is_file():
+        # Path.is_file raises for a name that no file can have.
+        if shard not in shards and not os.path.isfile(index.parent / shard):
             raise FileNotFoundError(
                 f"{index.parent / shard} is missing, and {index.name} needs it. Download it."
             )

@@ -42,8 +42,8 @@ def matvec(x: jax.Array, weight: Matrix, bias: jax.Array | None = None) -> jax.A
     return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
 
 
-def ffn_values(x: jax.Array, ffn: AnyFfn, activation: Activation) -> jax.Array:
-    """What multiplies the down rows; see `Activation`.
+def dense_ffn(x: jax.Array, ffn: AnyFfn, activation: Activation) -> tuple[jax.Array, jax.Array]:
+    """The FFN with every neuron, and what multiplies the down rows: `values @ down`; see `Activation`.
 
     Args:
         x: [..., model].
@@ -51,26 +51,16 @@ def ffn_values(x: jax.Array, ffn: AnyFfn, activation: Activation) -> jax.Array:
         activation: the function between the matrices.
 
     Returns:
-        float32 [..., neurons].
+        float32 [..., model], the result; float32 [..., neurons], the values.
     """
     x, ffn = _plain(x, ffn)
     up = matvec(x, ffn.up, ffn.up_bias)
     if ffn.gate is None:
-        return activate(up, activation)
-    up = activate(up, activation) if activation.name == "drelu" else up
-    return activate(matvec(x, ffn.gate, ffn.gate_bias), activation) * up
-
-
-def dense_ffn(x: jax.Array, ffn: AnyFfn, activation: Activation) -> jax.Array:
-    """`ffn_values(x) @ down`, every neuron.
-
-    Args:
-        x: [..., model].
-        ffn: the weights.
-        activation: the function between the matrices.
-    """
-    x, ffn = _plain(x, ffn)
-    return _multiply(ffn_values(x, ffn, activation), ffn.down, weight_axis=0)
+        values = activate(up, activation)
+    else:
+        up = activate(up, activation) if activation.name == "drelu" else up
+        values = activate(matvec(x, ffn.gate, ffn.gate_bias), activation) * up
+    return _multiply(values, ffn.down, weight_axis=0), values
 
 
 def sparse_ffn(

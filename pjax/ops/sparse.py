@@ -103,7 +103,7 @@ def dense_ffn(
         raise ValueError(
             f'implementation: "cpu" computes sparse activations only, got {activation!r}; use None.'
         )
-    return reference.dense_ffn(x, ffn, parsed)
+    return reference.dense_ffn(x, ffn, parsed)[0]
 
 
 @functools.cache
@@ -122,6 +122,6 @@ def _sparse(activation: Activation) -> Callable:
 def _dense(activation: Activation) -> Callable:
     return make_operator(
         kernel=lambda x, ffn: ffi.sparse_ffn(x, ffn, None, activation, every_neuron=True)[0],
-        formula=lambda x, ffn: reference.dense_ffn(x, ffn, activation),
+        formula=lambda x, ffn: reference.dense_ffn(x, ffn, activation)[0],
         max_kernel_tokens=MAX_MATVEC_TOKENS,
     )

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from pjax.formats.config_file import ConfigFile
-from pjax.formats.families.family import Family, Source, read_ids, read_rope, rope_values
+from pjax.formats.families.family import MAX_LAYERS, Family, Source, read_ids, read_rope, rope_values
 from pjax.model_config import ModelConfig
 
 
@@ -29,7 +29,7 @@ def _config(source: Source) -> ModelConfig:
         family="falcon",
         vocab=file.count("vocab_size"),
         model=model,
-        neurons=(file.count("ffn_hidden_size", 4 * model),) * _either(file, "num_hidden_layers", "n_layer"),
+        neurons=(file.count("ffn_hidden_size", 4 * model),) * _num_layers(file),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=model // heads,
@@ -49,8 +49,12 @@ def _config(source: Source) -> ModelConfig:
     )
 
 
-def _either(file: ConfigFile, key: str, old_key: str, default: int | None = None) -> int:
-    return file.count(old_key if old_key in file.values and key not in file.values else key, default)
+def _num_layers(file: ConfigFile) -> int:
+    return _either(file, "num_hidden_layers", "n_layer", most=MAX_LAYERS)
+
+
+def _either(file: ConfigFile, key: str, old_key: str, default: int | None = None, **limit: int) -> int:
+    return file.count(old_key if old_key in file.values and key not in file.values else key, default, **limit)
 
 
 def _values(config: ModelConfig) -> dict[str, Any]:

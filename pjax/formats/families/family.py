@@ -9,6 +9,9 @@ from pjax.formats.canonical import split_layer
 from pjax.formats.config_file import ConfigFile
 from pjax.model_config import ModelConfig, Rope
 
+MAX_LAYERS = 10_000
+"""Far more than any model has; what a config promises beyond must not take the memory to list it."""
+
 
 class Source(NamedTuple):
     """What a family's config function may look at.
@@ -112,6 +115,9 @@ def read_rope(file: ConfigFile, head_dim: int, partial: float = 1.0) -> Rope:
             break
     theta = rope.number("rope_theta", file.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", file.number("partial_rotary_factor", partial))
+    if partial > 1:
+        key = "partial_rotary_factor"
+        raise (rope if rope.values.get(key) is not None else file).error(key, "a share of at most 1")
     width = int(head_dim * partial)
     if width % 2 or not 0 < width <= head_dim:
         raise file.error(

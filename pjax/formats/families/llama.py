@@ -5,7 +5,15 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from pjax.formats.families.family import Family, Source, read_heads, read_ids, read_rope, rope_values
+from pjax.formats.families.family import (
+    MAX_LAYERS,
+    Family,
+    Source,
+    read_heads,
+    read_ids,
+    read_rope,
+    rope_values,
+)
 from pjax.model_config import ModelConfig
 
 
@@ -15,7 +23,7 @@ def _llama_config(source: Source) -> ModelConfig:
     return ModelConfig(
         name=file.name,
         family="llama",
-        neurons=(file.count("intermediate_size"),) * file.count("num_hidden_layers"),
+        neurons=(file.count("intermediate_size"),) * file.count("num_hidden_layers", most=MAX_LAYERS),
         activation=file.activation("hidden_act", "silu", source.activation),
         gated=True,
         norm="rms",

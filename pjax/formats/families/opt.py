@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from pjax.formats.families.family import Family, Source, read_ids
+from pjax.formats.families.family import MAX_LAYERS, Family, Source, read_ids
 from pjax.model_config import ModelConfig
 
 POSITION_OFFSET = 2
@@ -22,7 +22,7 @@ def _config(source: Source) -> ModelConfig:
         family="opt",
         vocab=file.count("vocab_size"),
         model=model,
-        neurons=(file.count("ffn_dim"),) * file.count("num_hidden_layers"),
+        neurons=(file.count("ffn_dim"),) * file.count("num_hidden_layers", most=MAX_LAYERS),
         heads=heads,
         kv_heads=heads,
         head_dim=model // heads,

@@ -171,7 +171,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         templates = {entry["name"]: entry["template"] for entry in found}
     except (TypeError, KeyError):
         templates = {}
-    if not templates or not all(isinstance(template, str) for template in templates.values()):
+    if not templates or not all(isinstance(text, str) for entry in templates.items() for text in entry):
         raise ValueError(
             f"{folder / _SETTINGS}: chat_template: expected a text, or a list of objects with "
             "name and template."
