@@ -198,6 +198,15 @@ def test_other_names_are_refused(tmp_path, value):
         b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
         b"\x80\x02(((((.",
         b"\x80\x02]]s.",
+        b"\x80\x02})q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"Ns.",  # a key that takes years to hash
+        b"\x80\x02)q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"Q.",  # a storage that takes years to print
+        b"\x80\x02ctorch\nSize\nq\x01]q\x00" + b"h\x01]h\x00ah\x00a\x85Rq\x00" * 60 + b"}h\x00Ns.",
+        b"\x80\x02"
+        + b"".join(b"]r" + bytes([i, 1, 0, 0]) for i in range(60))
+        + b"".join(
+            b"j" + bytes([i, 1, 0, 0]) + (b"j" + bytes([i + 1, 1, 0, 0]) + b"a") * 2 for i in range(59)
+        )
+        + b"j\x00\x01\x00\x00Q.",
         b"",
         b"}",
     ],

@@ -2,6 +2,7 @@
 
 import io
 import math
+import mmap
 import pickle
 import pickletools
 import re
@@ -232,7 +233,8 @@ def _member(content: np.ndarray, info: zipfile.ZipInfo) -> np.ndarray:
 def _read_legacy(file: Path, content: np.ndarray) -> Any:
     """Four pickles (number, version, machine, object), one of the storages' keys, and the storages."""
     bounds = [0]
-    with file.open("rb") as stream:
+    # An ordinary file would make room for as many bytes as it is asked for, before it has them.
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as stream:
         for _ in range(5):
             for _ in pickletools.genops(stream):
                 pass
