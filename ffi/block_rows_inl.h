@@ -210,6 +210,31 @@ struct BlockKernels {
     return Vector::Sum(sums[0]);
   }
 
+  // A partial last group of some rows, spread to 16 lanes: those that it lacks have factors of zero.
+  template <int num_rows>
+  struct LastGroup {
+    alignas(64) char codes[num_rows][kGroupBytes + kReadBehind];
+    alignas(64) float factors[num_rows][kGroupBlocks];
+  };
+
+  template <int num_rows>
+  static void Spread(const void* const* rows, const float* coefficients, int64_t size, int num_blocks,
+                     LastGroup<num_rows>* last) {
+    for (int r = 0; r < num_rows; ++r) {
+      const char* codes = static_cast<const char*>(rows[r]) + NumGroups(size) * kGroupBytes;
+      const char* scales = ScalesOf(rows[r], size, NumGroups(size));
+      for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
+        const int count = num_blocks > lane ? num_blocks - lane : 0;
+        const Floats scale = Vector::LoadSomeHalfs(scales + lane * kScaleBytes, count);
+        Vector::Store(last->factors[r] + lane, Vector::Multiply(scale, Vector::Broadcast(coefficients[r])));
+        for (int v = 0; v < Row::kVectors; ++v) {
+          Vector::StoreInts(last->codes[r] + v * kVectorBytes + 4 * lane,
+                            Vector::LoadSomeInts(codes + (v * num_blocks + lane) * 4, count));
+        }
+      }
+    }
+  }
+
   template <int num_rows>
   static void AddRows(const void* const* rows, const float* coefficients, float* sums, int64_t size,
                       const void* const* next) {
@@ -217,7 +242,6 @@ struct BlockKernels {
     const int rest = static_cast<int>(NumBlocks(size) - num_groups * kGroupBlocks);
     alignas(64) float factors[num_rows][kGroupBlocks];
     const char* codes[num_rows];
-
     for (int64_t g = 0; g < num_groups; ++g) {
 #pragma GCC unroll 4
       for (int r = 0; r < num_rows; ++r) {
@@ -233,23 +257,10 @@ struct BlockKernels {
     }
     for (int r = 0; r < num_rows; ++r) PrefetchRest(next[r], size);
     if (rest == 0) return;
-    // The last group is spread to 16 lanes, those that it lacks with factors of zero.
-    alignas(64) char spread[num_rows][kGroupBytes + kReadBehind];
-    for (int r = 0; r < num_rows; ++r) {
-      const char* tail = static_cast<const char*>(rows[r]) + num_groups * kGroupBytes;
-      const char* scales = ScalesOf(rows[r], size, num_groups);
-      codes[r] = spread[r];
-      for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
-        const int count = rest > lane ? rest - lane : 0;
-        const Floats scale = Vector::LoadSomeHalfs(scales + lane * kScaleBytes, count);
-        Vector::Store(factors[r] + lane, Vector::Multiply(scale, Vector::Broadcast(coefficients[r])));
-        for (int v = 0; v < Row::kVectors; ++v) {
-          Vector::StoreInts(spread[r] + v * kVectorBytes + 4 * lane,
-                            Vector::LoadSomeInts(tail + (v * rest + lane) * 4, count));
-        }
-      }
-    }
-    Row::template Add<num_rows>(codes, factors, sums + num_groups * kGroupColumns);
+    LastGroup<num_rows> last;
+    Spread<num_rows>(rows, coefficients, size, rest, &last);
+    for (int r = 0; r < num_rows; ++r) codes[r] = last.codes[r];
+    Row::template Add<num_rows>(codes, last.factors, sums + num_groups * kGroupColumns);
   }
 
   static void Finish(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y) {
