@@ -204,6 +204,7 @@ def _keep_input(scratch: Path, readers: Sequence[Reader], number: int, seed: int
 def main(argv: Sequence[str]) -> None:
     """Fuzzes all readers and prints a table of what became of the inputs."""
     del argv
+    logging.disable(logging.WARNING)  # of inputs that are made again
     num_inputs = _QUICK_INPUTS if _QUICK.value else _INPUTS.value
     start = time.monotonic()
     counts: collections.Counter[tuple[str, str]] = collections.Counter()

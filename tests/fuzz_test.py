@@ -1,5 +1,6 @@
 """Damaged files of every kind, a few hundred of them; `experiments.fuzz_formats` opens as many as wanted."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ from experiments.fuzz_formats import fuzz
 from experiments.fuzz_inputs import GgufPieces
 from experiments.fuzz_readers import READERS, Reader
 from pjax.formats import load_tokenizer, read_checkpoint
+from pjax.formats.gguf_config import find_architecture
+from pjax.formats.gguf_file import GgufFile
 from tests.gguf_files import write_gguf
 from tests.tiny import edit_config, tiny_llama
 
@@ -146,6 +149,33 @@ def test_template_names(tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="tokenizer_config.json: chat_template: expected"):
         load_tokenizer(tmp_path)
+
+
+def test_panics_are_errors(tmp_path):
+    """The library ends with a panic on merges whose first part is shorter than the prefix it is to have."""
+    files = READERS[-1].prepare_fn(tmp_path)[0]
+    values = json.loads(files["tokenizer.json"])
+    values["model"]["continuing_subword_prefix"] = "x" * 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_half_a_surrogate_pair(tmp_path):
+    """JSON can write what no text has, even as a key; a whole pair is a character."""
+    tiny_llama(tmp_path / "m")
+    edit_config(tmp_path / "m", whole="\U0001f600")
+    read_checkpoint(tmp_path / "m")
+    edit_config(tmp_path / "m", inner=[{"\ud83d": 1}])
+    with pytest.raises(ValueError, match="config.json: .* is half of a surrogate pair"):
+        read_checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize("architecture", [np.arange(3), np.arange(0), ("llama",), 1.0])
+def test_architecture_of_any_type(architecture):
+    file = GgufFile(Path("m.gguf"), 3, b"GGUF", {"general.architecture": architecture}, {})
+    with pytest.raises(ValueError, match="m.gguf: general.architecture: expected the name"):
+        find_architecture(file)
 
 
 def test_shard_names_beyond_the_system(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,18 @@ def read_json(path: Path) -> dict[str, Any]:
     raw = path.read_bytes()
     try:
         found = json.loads(raw.decode("utf-8-sig"))
+        if re.search(rb"\\u[dD][89a-fA-F]", raw):  # a surrogate, which no text has unless as half of a pair
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{path}: expected text, {half!r} is half of a surrogate pair.") from error
     except UnicodeDecodeError as error:
         message = f"{path}: expected JSON, not UTF-8 at byte {error.start}; the file {describe_content(raw)}."
         raise ValueError(message) from error
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
         raise ValueError(f"{place}: not JSON ({error.msg}); the file {describe_content(raw)}.") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of too many digits, or brackets in brackets in ...
+    except (ValueError, RecursionError) as error:  # too many digits or brackets for Python
         raise ValueError(f"{path}: cannot be read as JSON ({error}). Get it again.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, found a {type(found).__name__}.")

@@ -88,12 +88,12 @@ def find_architecture(file: GgufFile) -> str:
     """
     found, name = _config_file(file), Keys.General.ARCHITECTURE
     architecture = file.metadata.get(name)
+    if not isinstance(architecture, str):
+        raise found.error(name, "the name of an architecture")
     if architecture == "generic.gpu_index":
         raise ValueError(
             f"{file.path}: a PowerInfer split (.gpuidx), not a model; give the model's own file."
         )
-    if not isinstance(architecture, str):
-        raise found.error(name, "the name of an architecture")
     if _text(found, Keys.General.TYPE, "model") != "model":
         raise found.unsupported(Keys.General.TYPE, found.values[Keys.General.TYPE], "model")
     if architecture not in ARCHITECTURES:

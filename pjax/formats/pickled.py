@@ -236,7 +236,7 @@ def _read_legacy(file: Path, content: np.ndarray) -> Any:
     # An ordinary file would make room for as many bytes as it is asked for, before it has them.
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as stream:
         for _ in range(5):
-            for _ in pickletools.genops(stream):
+            for _ in pickletools.genops(stream):  # type: ignore[arg-type]  # it reads as a file does
                 pass
             bounds.append(stream.tell())
     _, _, machine, pickled, keys = (

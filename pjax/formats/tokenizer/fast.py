@@ -1,8 +1,9 @@
 """The library `tokenizers` as a codec."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import tokenizers
@@ -67,6 +68,25 @@ class FastCodec:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids, without the special ones; U+FFFD for half a character."""
         return self.library.decode(ids, skip_special_tokens=True)
+
+
+@contextlib.contextmanager
+def refused_as(message: str) -> Iterator[None]:
+    """Turns what the library raises about a file into a ValueError.
+
+    Args:
+        message: names the file, and says what it is not; the library's own words follow.
+
+    Raises:
+        ValueError: instead of any error of the library.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # The library raises Exception itself, nothing narrower; and a panic in Rust is not even that.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{message}: {error}") from error
 
 
 def add_tokens(library: tokenizers.Tokenizer, added: Iterable[AddedToken], source: str) -> None:

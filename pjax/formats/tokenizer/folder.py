@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from pjax.formats.files import read_json
-from pjax.formats.tokenizer.fast import AddedToken, FastCodec, add_tokens
+from pjax.formats.tokenizer.fast import AddedToken, FastCodec, add_tokens, refused_as
 from pjax.formats.tokenizer.spm import SentencePieceCodec, load_sentencepiece
 from pjax.formats.tokenizer.tokenizer import Tokenizer
 
@@ -60,10 +60,8 @@ def _read_if_there(file: Path) -> dict[str, Any]:
 
 def _load_json(file: Path) -> tokenizers.Tokenizer:
     read_json(file)  # Says better than the library what is wrong with a file that is no JSON.
-    try:
+    with refused_as(f"{file} is not a tokenizer that the library `tokenizers` reads"):
         library = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # The library raises this class itself, no narrower one.
-        raise ValueError(f"{file} is not a tokenizer that the library `tokenizers` reads: {error}") from error
     library.no_truncation()  # A file may carry the limits of its training; a prompt is never cut.
     library.no_padding()
     return library
@@ -72,10 +70,8 @@ def _load_json(file: Path) -> tokenizers.Tokenizer:
 def _load_merges(folder: Path, settings: Mapping[str, Any], named: Mapping[str, str]) -> tokenizers.Tokenizer:
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
     read_json(folder / "vocab.json")
-    try:
+    with refused_as(f"{files[0]} and {files[1]} do not fit together"):
         library = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*files))
-    except Exception as error:  # As above.
-        raise ValueError(f"{files[0]} and {files[1]} do not fit together: {error}") from error
     prefix_space = settings.get("add_prefix_space") is True
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     library.decoder = tokenizers.decoders.ByteLevel()

@@ -11,7 +11,7 @@ from gguf.constants import Keys, TokenType
 from tokenizers import decoders, models, normalizers
 
 from pjax.formats.gguf_file import GgufFile
-from pjax.formats.tokenizer.fast import AddedToken, FastCodec, add_tokens
+from pjax.formats.tokenizer.fast import AddedToken, FastCodec, add_tokens, refused_as
 from pjax.formats.tokenizer.pretokenizers import GPT2, PRE_TOKENIZERS, PreTokenizer
 from pjax.formats.tokenizer.tokenizer import Tokenizer
 
@@ -186,12 +186,8 @@ def _byte_level(
                 f"found {merge!r}."
             )
         merges.append((left, right))
-    try:
+    with refused_as(f"{keys.path}: {Keys.Tokenizer.MERGES} and {Keys.Tokenizer.LIST} do not fit together"):
         model = models.BPE(vocabulary.ids, merges, ignore_merges=pre_tokenizer.whole_words)
-    except Exception as error:  # The library raises this class itself, no narrower one.
-        raise ValueError(
-            f"{keys.path}: {Keys.Tokenizer.MERGES} and {Keys.Tokenizer.LIST} do not fit together: {error}."
-        ) from error
     library = tokenizers.Tokenizer(model)
     begins_with_space = keys.flag(Keys.Tokenizer.ADD_PREFIX, False)
     steps = [normalizers.NFC()] if pre_tokenizer.composed else []
