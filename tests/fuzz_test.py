@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -176,6 +177,19 @@ def test_architecture_of_any_type(architecture):
     file = GgufFile(Path("m.gguf"), 3, b"GGUF", {"general.architecture": architecture}, {})
     with pytest.raises(ValueError, match="m.gguf: general.architecture: expected the name"):
         find_architecture(file)
+
+
+def test_endless_tokens(tmp_path):
+    """A token as long as a book, whose merges would take hours to find."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["a", "aa" * 1_000_000])
+    writer.add_token_scores([0.0, 0.0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="m.gguf: tokenizer.ggml.tokens: expected tokens of at most 4096"):
+        load_tokenizer(tmp_path / "m.gguf")
 
 
 def test_shard_names_beyond_the_system(tmp_path):

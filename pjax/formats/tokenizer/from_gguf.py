@@ -18,6 +18,9 @@ from pjax.formats.tokenizer.tokenizer import Tokenizer
 _MARK = "▁"
 """What SentencePiece writes for a space."""
 
+_MAX_TOKEN = 4096
+"""Characters; real ones have some hundred spaces. To find its merges takes the square of a token's length."""
+
 _SPECIAL_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL)
 
 
@@ -117,6 +120,8 @@ def _read_vocabulary(keys: _Metadata) -> _Vocabulary:
     tokens = keys.texts(Keys.Tokenizer.LIST)
     if not tokens:
         raise keys.error(Keys.Tokenizer.LIST, "at least one token")
+    if max(map(len, tokens)) > _MAX_TOKEN:
+        raise keys.error(Keys.Tokenizer.LIST, f"tokens of at most {_MAX_TOKEN} characters")
     ids: dict[str, int] = {}
     for i, token in enumerate(tokens):
         ids.setdefault(token, i)
