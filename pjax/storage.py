@@ -38,8 +38,8 @@ def load_model(
     Args:
         path: a Hugging Face folder or a GGUF file.
         dtype: storage type of the matrices: "float32", "bfloat16", "float16", or "q8_0" and "q4_0" as
-            `quantize` makes them; None keeps the file's, in float32 if it is quantised. Norms and biases
-            are always float32.
+            `quantize` makes them. None keeps the file's; of a GGUF file's quantised types, Q4_0 stays and all
+            others become q8_0. Norms and biases are always float32.
         activation: overrides the activation that the file names; a GGUF file may need it.
 
     Raises:
@@ -52,16 +52,18 @@ def load_model(
     key = jax.random.key(0)
     rngs: Any = SimpleNamespace(params=lambda: key)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=rngs))
-    # Module by module, so that of a model to be quantised no more than one FFN is ever there in floats.
+    # Module by module, so that of a quantised model no more than one FFN is ever there in floats.
     for path, module in nnx.iter_modules(model):
-        for name, variable in vars(module).items():
-            if isinstance(variable, nnx.Variable):
-                tensor = tensors[weight_name((*path, name))]
-                matrix_dtype = tensor.dtype if dtype in (None, *FORMATS) else jnp.dtype(dtype)
-                array = load_array(tensor, np.dtype(np.float32) if len(tensor.shape) == 1 else matrix_dtype)
-                variable.set_value(jax.device_put(array))
-        if dtype in FORMATS:
-            _pack(module, dtype)
+        own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Variable)}
+        stored = {name: tensors[weight_name((*path, name))] for name in own}
+        for name, tensor in stored.items():
+            matrix_dtype = tensor.dtype if dtype in (None, *FORMATS) else jnp.dtype(dtype)
+            array = load_array(tensor, np.dtype(np.float32) if len(tensor.shape) == 1 else matrix_dtype)
+            own[name].set_value(jax.device_put(array))
+        rows = stored.get("up" if isinstance(module, SparseFfn) else "weight")
+        format = rows.quantised_as if dtype is None and rows is not None else dtype
+        if format in FORMATS:
+            _pack(module, format)
     return model
 
 

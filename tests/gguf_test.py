@@ -13,6 +13,7 @@ from pjax.attention import rotary_frequencies
 from pjax.formats import read_checkpoint
 from pjax.formats.gguf_config import read_gguf_config
 from pjax.formats.gguf_file import open_gguf
+from pjax.ops import unpack_matrix
 from tests.cases import PLACES, find_case
 from tests.gguf_files import tensors as gguf_tensors
 from tests.gguf_files import write_gguf
@@ -127,6 +128,27 @@ def test_types(tmp_path, kind, powerinfer):
     down = expected["blk.1.ffn_down_t.weight"] if powerinfer else expected["blk.1.ffn_down.weight"].T
     np.testing.assert_array_equal(arrays["layers.1.ffn.down"].astype(np.float32), down)
     assert arrays["layers.1.ffn_norm.scale"].dtype == np.float32
+
+
+@pytest.mark.parametrize(("kind", "format"), [(Kind.Q8_0, "q8_0"), (Kind.Q4_0, "q4_0"), (Kind.Q5_1, "q8_0")])
+def test_quantised_files_stay_quantised(tmp_path, kind, format):
+    """Without loss where pjax has the type and the rows are ours: all of PowerInfer's, its down too."""
+    folder = with_neurons(read_checkpoint(find_case("llama_gqa")), 64)
+    path = write_gguf(tmp_path / "m.gguf", folder, kind=kind, powerinfer=True)
+    arrays = read_all(read_checkpoint(path))
+    model = pjax.load_model(path)
+    layer = model.layers[1]
+    assert {model.embed.format, layer.attention.q.format, layer.ffn.format} == {format}
+    ffn = pjax.unpack_ffn(layer.ffn.weights)
+    for found, name in (
+        (unpack_matrix(model.embed.matrix), "embed.weight"),
+        (unpack_matrix(layer.attention.q.matrix), "layers.1.attention.q.weight"),
+        (ffn.gate, "layers.1.ffn.gate"),
+        (ffn.down, "layers.1.ffn.down"),
+    ):
+        step = np.abs(arrays[name]).max() / 127 if kind == Kind.Q5_1 else 0
+        np.testing.assert_allclose(found, arrays[name], rtol=0, atol=0.6 * step, err_msg=name)
+    assert pjax.load_model(path, dtype="float32").embed.format is None
 
 
 def test_mixed_types_become_float32(tmp_path):

@@ -51,8 +51,8 @@ _MODULES = {
 def read_gguf(path: str | os.PathLike[str], *, activation: str | None = None) -> Checkpoint:
     """Opens a GGUF file as a model; checks all of it, reads no weight yet.
 
-    Matrices come in the one type that all of them have in the file, in float32 if they differ or are
-    quantised.
+    Matrices come in the one float type that all of them have in the file; in float32 if they differ or are
+    quantised, with a note of the type to quantise them to again.
 
     Args:
         path: the file, of llama.cpp or of PowerInfer; of several parts, any one.
@@ -205,7 +205,14 @@ def _source(tensor: GgufTensor, layout: _Layout, shape: tuple[int, ...], dtype: 
         read=lambda: layout.to_canonical(read_floats(tensor, layout.rows, dtype)),
         shape=shape,
         dtype=dtype,
+        quantised_as=_quantised_as(tensor.type),
     )
+
+
+def _quantised_as(kind: GGMLQuantizationType) -> str | None:
+    if kind in _FLOAT_TYPES:
+        return None
+    return "q4_0" if kind == GGMLQuantizationType.Q4_0 else "q8_0"
 
 
 def read_floats(tensor: GgufTensor, rows: slice, dtype: np.dtype) -> np.ndarray:
