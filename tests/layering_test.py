@@ -43,7 +43,14 @@ FLOORS = {
 }
 """The floor of each module; those of one floor do not import each other, save where SAME_FLOOR says."""
 
-SAME_FLOOR = {("base", "model_config"), ("model", "layers"), ("storage", "layers"), ("storage", "model"), ("report", "quality"), ("report", "speed")}
+SAME_FLOOR = {
+    ("base", "model_config"),
+    ("model", "layers"),
+    ("storage", "layers"),
+    ("storage", "model"),
+    ("report", "quality"),
+    ("report", "speed"),
+}
 
 ONLY_IN = {
     "mip": {"placement"},
