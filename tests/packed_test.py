@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import pjax
 from pjax import ops
 from pjax.base import Ffn
+from pjax.executor import OneProgram, TwoPrograms
 from pjax.ops import packed
 from tests.tiny_model import tiny_decoder, tiny_ids
 
@@ -166,6 +167,41 @@ def test_split_and_merge_packed():
     split = pjax.split_ffn(ffn, mask)
     np.testing.assert_array_equal(split.hot.rows, np.asarray(ffn.rows)[mask])
     np.testing.assert_array_equal(pjax.merge_ffn(split).rows, ffn.rows)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("width", [32, 512, 544])
+def test_no_neurons(format, width):
+    """A layer all of whose neurons are elsewhere adds nothing, whichever way it is computed."""
+    _, ffn = random_ffn(format, 4, width, True)
+    split, x = pjax.split_ffn(ffn, np.zeros(4, bool)), jnp.ones((2, width))
+    for implementation in ("cpu", "reference"):
+        for run in (ops.dense_ffn, lambda *args, **options: ops.sparse_ffn(*args, None, **options)):
+            assert not np.asarray(run(x, split.hot, activation="relu", implementation=implementation)).any()
+    empty = pjax.pack_ffn(pjax.unpack_ffn(split.hot), format)
+    assert empty.rows.shape == split.hot.rows.shape == (0, ffn.rows.shape[1])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+def test_split_model(format, mode):
+    """Over two devices as on one, with layers that are all hot and all cold."""
+    model = pjax.quantize(tiny_decoder(model=64, head_dim=16, heads=4), format)
+    cold, hot = (np.full(n, value) for n, value in zip(model.config.neurons, (False, True), strict=True))
+    lengths, options = np.array([6], np.int32), dict(capacity=16, sample_fn=keep_logits, sampler=None)
+    device, host = jax.devices()[:2]
+    found = []
+    for executor in (
+        OneProgram(model, mode=mode),
+        TwoPrograms(model, (cold, hot), mode=mode, device=device, host=host),
+    ):
+        state = executor.prefill(tiny_ids(1, 6), lengths, **options)
+        found.append(np.asarray(executor.step(state, sample_fn=keep_logits).sampler))
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=0.02 * np.abs(found[0]).max())
+
+
+def keep_logits(logits, state):
+    return jnp.argmax(logits, -1).astype(jnp.int32), logits
 
 
 def test_refusals():

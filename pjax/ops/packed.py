@@ -9,6 +9,7 @@ side by side, so that each lane of a wide register belongs to one block: see `_C
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def quantise_rows(weight: jax.Array, format: str) -> tuple[jax.Array, jax.Array]
     Returns:
         uint8 [rows, width / 32, 32] (q8_0: the bits of int8), float16 [rows, width / 32].
     """
-    blocks = weight.astype(jnp.float32).reshape(weight.shape[0], -1, BLOCK)
+    blocks = weight.astype(jnp.float32).reshape(weight.shape[0], weight.shape[1] // BLOCK, BLOCK)
     if format == "q8_0":
         scales = jnp.abs(blocks).max(-1, keepdims=True) / 127
     else:
@@ -87,7 +88,8 @@ def pack_codes(codes: jax.Array, scales: jax.Array, format: str) -> jax.Array:
         uint8 [rows, row_bytes].
     """
     parts = [_interleave(part, format) for part in _groups(codes)]
-    parts.append(jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(scales.shape[0], -1))
+    scale_bytes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    parts.append(scale_bytes.reshape(scales.shape[0], 2 * scales.shape[1]))
     return jnp.concatenate(parts, axis=1)
 
 
@@ -181,19 +183,21 @@ def _groups(codes: jax.Array) -> list[jax.Array]:
     """The blocks of each row in groups [rows, groups, n, 32]: the full ones, then what is left."""
     whole = codes.shape[1] // _GROUP * _GROUP
     parts = [(codes[:, :whole], _GROUP), (codes[:, whole:], codes.shape[1] - whole)]
-    return [part.reshape(codes.shape[0], -1, n, BLOCK) for part, n in parts if part.shape[1]]
+    # Sizes, not -1, here and below: from no rows, those of a layer that is all cold, none could be told.
+    return [part.reshape(part.shape[0], part.shape[1] // n, n, BLOCK) for part, n in parts if part.shape[1]]
 
 
 def _interleave(groups: jax.Array, format: str) -> jax.Array:
     blocks = groups.reshape(*groups.shape[:3], *_CODES[format])
     if format == "q4_0":
         blocks = blocks[..., 0, :] | (blocks[..., 1, :] << 4)
-    return blocks.swapaxes(2, 3).reshape(groups.shape[0], -1)
+    return blocks.swapaxes(2, 3).reshape(groups.shape[0], math.prod(blocks.shape[1:]))
 
 
 def _deinterleave(part: jax.Array, format: str, n: int) -> jax.Array:
     vectors = _CODES[format][0]
-    blocks = part.reshape(part.shape[0], -1, vectors, n, 4).swapaxes(2, 3)
+    groups = part.shape[1] // (vectors * n * 4)
+    blocks = part.reshape(part.shape[0], groups, vectors, n, 4).swapaxes(2, 3)
     if format == "q4_0":
         blocks = jnp.stack([blocks & 15, blocks >> 4], axis=-2)
-    return blocks.reshape(part.shape[0], -1, BLOCK)
+    return blocks.reshape(part.shape[0], groups * n, BLOCK)
