@@ -25,6 +25,7 @@ from tests.tiny import (
     tiny_opt,
 )
 
+LINEAR = {"rope_type": "linear", "factor": 4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
 
@@ -77,6 +78,7 @@ def test_names_without_the_outer_module(tmp_path):
         ({"rope_parameters": ..., "rope_theta": 5e5}, 5e5),
         ({"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": None}, 5e5),
         ({"rope_parameters": None, "rope_scaling": {"type": "default"}}, 10000.0),
+        ({"rope_scaling": {"rope_type": None, "type": "default"}}, 10000.0),
         ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 20000}, 20000.0),
     ],
 )
@@ -166,6 +168,22 @@ def test_code_of_the_models_own_is_not_trusted_silently(tmp_path, caplog):
             {"partial_rotary_factor": 0.25},
             "partial_rotary_factor: expected an even number",
         ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4}}}, "rope_parameters: "),
+        ({"rope_parameters": ..., "rope_scaling": {"factor": 4}}, "rope_scaling: expected a rope_type"),
+        (
+            {"rope_scaling": LINEAR},
+            "rope_type, type: expected one kind of positions, found 'default' in rope_p",
+        ),
+        ({"rope_parameters": LINEAR | {"type": "default"}}, "rope_type, type: expected one kind"),
+        (
+            {"rope_parameters": LINEAR | {"rope_type": "yarn", "rope_theta": 1}},
+            "rope_theta: expected more th",
+        ),
+        (
+            {"activation_function": "silu"},
+            "activation_function: expected 'relu', which hidden_act means here",
+        ),
+        ({"hidden_act": ..., "activation": "relu"}, "activation: expected 'silu', which hidden_act means"),
         ({"hidden_act": "fatrelu"}, "hidden_act_param: expected fatrelu's threshold"),
         ({"hidden_act": "fatrelu", "hidden_act_param": -1}, "hidden_act_param: expected fatrelu's threshold"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4}}, "high_freq_factor: expected more than"),
@@ -221,12 +239,30 @@ def test_wrong_tensors(tmp_path, caplog):
     assert len(caplog.records) == 1 and "ignored 1 tensors: extra" in caplog.text
 
 
-def test_tied_head_in_the_file_is_ignored(tmp_path):
+def test_tied_head_in_the_file_is_ignored(tmp_path, caplog):
     """Some exports repeat the embedding as lm_head."""
     tensors = tiny_llama(tmp_path / "m")
     edit_config(tmp_path / "m", tie_word_embeddings=True)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
     del tensors["lm_head.weight"]
-    assert_same(by_file_name(read_checkpoint(tmp_path / "m")), tensors)
+    with caplog.at_level(logging.WARNING):
+        assert_same(by_file_name(read_checkpoint(tmp_path / "m")), tensors)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_opt])
+def test_a_head_of_its_own_is_believed(tmp_path, make, caplog):
+    """Weights that were trained untied, beside a config that says tied, or as OPT's says nothing."""
+    tensors = make(tmp_path / "m")
+    edit_config(tmp_path / "m", tie_word_embeddings=None if make is tiny_opt else True)
+    head = np.random.default_rng(9).normal(size=(VOCAB, MODEL)).astype(np.float32)
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "m" / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        checkpoint = read_checkpoint(tmp_path / "m")
+    assert "lm_head.weight is not the embedding, so it is used" in caplog.text
+    assert not checkpoint.config.tied
+    np.testing.assert_array_equal(checkpoint.tensors["head.weight"].read(), head)
 
 
 def test_wrong_paths(tmp_path, monkeypatch):

@@ -24,6 +24,9 @@ _ACTIVATION_NAMES = {
 }
 """Names that configs use, and ours; the last three are one formula, the tanh approximation."""
 
+_ACTIVATION_KEYS = ("hidden_act", "activation_function", "activation", "hidden_activation")
+"""Where the configs of one family or another name it."""
+
 _MAX_COUNT = 2**63 - 1
 """Of what fits NumPy's integers; JSON has no bound of its own."""
 
@@ -107,13 +110,17 @@ class ConfigFile(NamedTuple):
     def activation(self, key: str, default: str, override: str | None) -> str:
         """Returns our spelling of the activation function, `override` instead of the file's if given.
 
-        Its threshold, if it has one, is `hidden_act_param` (ProSparse, MiniCPM-S).
+        Its threshold, if it has one, is `hidden_act_param` (ProSparse, MiniCPM-S). A file that names another
+        function by another family's key may mean either.
         """
         if override is not None:
             return parse_activation(override)
         value = self.values.get(key, default)
         if not isinstance(value, str) or value not in _ACTIVATION_NAMES:
             raise self.error(key, f"an activation function of {', '.join(_ACTIVATION_NAMES)}")
+        for other in _ACTIVATION_KEYS:
+            if self.values.get(other, value) not in (value, None):
+                raise self.error(other, f"{value!r}, which {key} means here, or activation= given to decide")
         if value != "fatrelu":
             return _ACTIVATION_NAMES[value]
         threshold = self.values.get("hidden_act_param")

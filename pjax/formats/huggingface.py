@@ -22,6 +22,9 @@ from pjax.formats.mapped import drop_pages
 from pjax.formats.stored import FLOAT_TYPES, SINGLE_FILE, open_weights
 from pjax.model_config import ModelConfig
 
+_SAMPLED_ROWS = 64
+"""Of embedding and head, to compare them: any training changes nearly all."""
+
 
 def read_folder(path: str | os.PathLike[str], *, activation: str | None = None) -> Checkpoint:
     """Opens a Hugging Face folder of a supported family; checks all of it, reads no weight yet.
@@ -42,6 +45,7 @@ def read_folder(path: str | os.PathLike[str], *, activation: str | None = None) 
     family = find_family(file)
     stored = open_weights(folder)
     config = family.config(Source(file, generation, activation, stored.keys()))
+    config = config.replace(tied=config.tied and not _has_own_head(folder, config, family, stored))
     config = config.replace(eos_ids=tuple(dict.fromkeys(config.eos_ids + _tokenizer_eos_ids(folder))))
     if activation is None and config.is_sparse and config.family != "bamboo" and file.values.get("auto_map"):
         logging.warning(
@@ -129,6 +133,26 @@ def _tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
         return ()
     tokens = [(key, token) for key, token in added.items() if isinstance(token, dict) and key.isdecimal()]
     return tuple(int(key) for key, token in tokens if token.get("content") == content)
+
+
+def _has_own_head(folder: Path, config: ModelConfig, family: Family, stored: dict[str, SourceTensor]) -> bool:
+    """Whether the weights hold a head that is not the embedding, told from a sample of rows.
+
+    Such weights were trained untied and their config is wrong: transformers 5, too, believes the weights.
+    """
+    embed, head = (
+        stored.get(family.file_name(f"{name}.weight", config, stored)) for name in ("embed", "head")
+    )
+    if embed is None or head is None:
+        return False
+    step = max(1, config.vocab // _SAMPLED_ROWS)
+    is_own = embed.shape != head.shape or not np.array_equal(embed.read()[::step], head.read()[::step])
+    if is_own:
+        message = (
+            "%s: %s is not the embedding, so it is used, though config.json has tie_word_embeddings true."
+        )
+        logging.warning(message, folder, head.name)
+    return is_own
 
 
 def _match_tensors(

@@ -105,14 +105,7 @@ def read_rope(file: ConfigFile, head_dim: int, partial: float = 1.0) -> Rope:
     Raises:
         ValueError: a kind of scaling that is not supported, or a parameter that is missing or wrong.
     """
-    rope, key = file, ""
-    for key in ("rope_parameters", "rope_scaling"):
-        found = file.values.get(key)
-        if found is not None and not isinstance(found, dict):
-            raise file.error(key, "an object or null")
-        if found:
-            rope = ConfigFile(file.file, found)
-            break
+    rope, key, kind = _find_rope(file)
     theta = rope.number("rope_theta", file.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", file.number("partial_rotary_factor", partial))
     if partial > 1:
@@ -124,7 +117,6 @@ def read_rope(file: ConfigFile, head_dim: int, partial: float = 1.0) -> Rope:
             "partial_rotary_factor" if partial != 1.0 else "head_dim",
             f"an even number of rotated entries, at most head_dim = {head_dim} ({width} here)",
         )
-    kind = "default" if rope is file else rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind == "default":
         return Rope(theta, width)
     context = file.count("max_position_embeddings")
@@ -149,6 +141,8 @@ def read_rope(file: ConfigFile, head_dim: int, partial: float = 1.0) -> Rope:
             high_freq_factor=high,
         )
     if kind == "yarn":
+        if theta <= 1:
+            raise file.error("rope_theta", f"more than 1 for yarn ({theta} here)")
         factor = rope.number("factor", context / original)
         return Rope(
             theta,
@@ -162,6 +156,27 @@ def read_rope(file: ConfigFile, head_dim: int, partial: float = 1.0) -> Rope:
             attention_factor=_attention_factor(rope, factor),
         )
     raise file.unsupported(f"{key}.rope_type", kind, "default, linear, dynamic, llama3, yarn")
+
+
+def _find_rope(file: ConfigFile) -> tuple[ConfigFile, str, Any]:
+    """The object that describes the positions, else the whole config; its key; and the kind it names."""
+    found: list[tuple[ConfigFile, str, Any]] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        values = file.values.get(key)
+        if values is not None and not isinstance(values, dict):
+            raise file.error(key, "an object or null")
+        if not values:
+            continue
+        if any(isinstance(value, dict) for value in values.values()):
+            raise file.unsupported(key, values, "the same positions in all layers")
+        kinds = [values[name] for name in ("rope_type", "type") if values.get(name) is not None]
+        if not kinds and values.get("factor") is not None:
+            raise file.error(key, "a rope_type beside the factor")
+        found += [(ConfigFile(file.file, values), key, kind) for kind in kinds or ["default"]]
+    if any(kind != found[0][2] for _, _, kind in found):
+        listed = ", ".join(f"{kind!r} in {key}" for _, key, kind in found)
+        raise ValueError(f"{file.file}: rope_type, type: expected one kind of positions, found {listed}.")
+    return found[0] if found else (file, "", "default")
 
 
 def _attention_factor(rope: ConfigFile, factor: float) -> float:
