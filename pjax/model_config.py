@@ -78,7 +78,7 @@ class Rope:
         beta_fast: of "yarn".
         beta_slow: of "yarn".
         truncate: whether "yarn" rounds its correction range to whole entries.
-        attention_factor: multiplies the rotated queries and keys ("yarn").
+        attention_factor: multiplies the rotated queries and keys ("yarn"; of any kind in GGUF files).
         divisors: of the frequencies, one per pair, as GGUF files store them; then kind is "divisors".
     """
 

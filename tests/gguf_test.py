@@ -185,7 +185,7 @@ def test_activation_is_asked_for(tmp_path):
         "TurboSparse-Mistral-Instruct": "drelu",
     }.items():
         assert activation_of(**{"general.name": name}) == expected
-    for name in ("LLaMA v2", "my model", "llama-2-7b-relu", "SparseLlama-3-8B"):
+    for name in ("LLaMA v2", "my model", "Llama 2 7B ReGLU", "llama-2-7b-relu", "SparseLlama-3-8B"):
         with pytest.raises(ValueError, match=r'm.gguf: .*does not say.*Give activation="silu"'):
             activation_of(**{"general.name": name})
     with pytest.raises(ValueError, match="does not say"):
@@ -233,6 +233,9 @@ def test_rope_keys(tmp_path):
     assert (yarn.kind, yarn.factor, yarn.original_context) == ("yarn", 4.0, 16)
     assert abs(yarn.attention_factor - (0.1 * np.log(4) + 1)) < 1e-6
     assert rope_of(**{"scaling.type": "none", "scaling.factor": 4.0}).kind == "default"
+    for extra, kind in ((None, "none"), (None, "linear"), ({"rope_freqs.weight": divisors}, "none")):
+        keys = {"scaling.type": kind, "scaling.factor": 4.0, "scaling.attn_factor": 0.5}
+        assert rope_of(extra, **keys).attention_factor == 0.5
     with pytest.raises(ValueError, match="longrope.*not supported yet; supported: none, linear, yarn"):
         rope_of(**{"scaling.type": "longrope"})
     with pytest.raises(ValueError, match=r"rope_freqs.weight: expected F32 \[4\], found F32 \[3\]"):
@@ -244,6 +247,9 @@ def test_unsupported_files_say_why(tmp_path):
     folder = read_checkpoint(find_case("llama_gqa"))
     for keys, message in (
         ({"llama.expert_count": 8}, "llama.expert_count: 8 is not supported"),
+        ({"llama.logit_scale": 8.0}, "llama.logit_scale: 8.0 is not supported"),
+        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping: 30.0 is not supported"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, "freq_base: expected more than 1"),
         ({"general.architecture": "qwen2"}, 'general.architecture: "qwen2" is not supported'),
         ({"general.architecture": "generic.gpu_index"}, "a PowerInfer split"),
         ({"general.type": "adapter"}, 'general.type: "adapter" is not supported'),
@@ -261,6 +267,7 @@ def test_unsupported_files_say_why(tmp_path):
             path = write_architecture(path, keys["general.architecture"])
         with pytest.raises(ValueError, match=message):
             read_checkpoint(path, activation="relu")
+    read_checkpoint(write_gguf(path, folder, keys={"llama.logit_scale": 1.0}), activation="relu")
 
 
 def write_architecture(path, name: str):
@@ -277,8 +284,7 @@ def test_parts(tmp_path):
     """A model that was split is read from any of its parts, and not without one of them."""
     folder = read_checkpoint(find_case("llama_gqa"))
     write_parts(tmp_path, folder)
-    parts = sorted(tmp_path.glob("m-*.gguf"))
-    whole = read_all(folder)
+    parts, whole = sorted(tmp_path.glob("m-*.gguf")), read_all(folder)
     for part in parts:
         found = read_all(read_checkpoint(part, activation="relu"))
         assert all(np.array_equal(found[name], whole[name]) for name in whole)
@@ -339,8 +345,5 @@ def test_end_of_turn(tmp_path):
     types = np.array([3, 3, 1], np.int32)  # the last is ordinary text
     file = open_gguf(path)
     keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-    assert read_gguf_config(dataclasses.replace(file, metadata=file.metadata | keys), "relu").eos_ids == (
-        2,
-        7,
-        1,
-    )
+    config = read_gguf_config(dataclasses.replace(file, metadata=file.metadata | keys), "relu")
+    assert config.eos_ids == (2, 7, 1)

@@ -69,6 +69,29 @@ _DENSE_NAMES = {
 }
 """Activations of models that are known by name (letters and digits of it), for files that do not say."""
 
+_SWITCHES = (
+    "expert_count",
+    "swin_norm",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "activation_sparsity_scale",
+    "attention.max_alibi_bias",
+    "attention.clamp_kqv",
+    "attention.scale",
+    "attention.output_scale",
+    "attention.temperature_length",
+    "attention.temperature_scale",
+    "attention.shared_kv_layers",
+    "attention.sliding_window_pattern",
+    "rope.scaling.alpha",
+    "rope.scaling.yarn_log_multiplier",
+)
+"""Keys that change the result unless they are 0, of architectures that are not among ours."""
+
+_FACTORS = ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
+_SCALES = ("embedding_scale", "residual_scale", "logit_scale")
+"""Keys that change the result unless they are 1; MiniCPM's are read."""
+
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 """Control tokens that end a chat model's turn, whatever the file gives as its end-of-text id."""
 
@@ -164,9 +187,13 @@ def _is_set(found: ConfigFile, key: str) -> bool:
 
 def _check_supported(found: ConfigFile, name: str) -> None:
     """Raises for what would change the result and is not implemented."""
-    for key in ("expert_count", "attention.max_alibi_bias", "attention.clamp_kqv", "attention.scale"):
-        if _is_set(found, f"{name}.{key}"):
-            raise found.unsupported(f"{name}.{key}", found.values[f"{name}.{key}"], "files without it")
+    factors = _FACTORS if name == "minicpm" else _FACTORS + _SCALES
+    for key in (f"{name}.{key}" for key in _SWITCHES + factors):
+        is_neutral = key.removeprefix(f"{name}.") in factors and found.values.get(key) == 1
+        if _is_set(found, key) and not is_neutral:
+            raise found.unsupported(key, found.values[key], "files without it")
+    if not found.flag(f"{name}.attention.causal", True):
+        raise found.unsupported(f"{name}.attention.causal", False, "true")
 
 
 def _read_sizes(file: GgufFile, found: ConfigFile, name: str) -> dict[str, Any]:
@@ -236,15 +263,19 @@ def _read_rope(file: GgufFile, found: ConfigFile, name: str, sizes: dict[str, An
     old_key = f"{prefix}.scale_linear"
     factor = found.number(f"{prefix}.scaling.factor", found.number(old_key, 1.0))
     kind = _text(found, f"{prefix}.scaling.type", "none" if factor == 1 else "linear")
+    attention_factor = found.number(f"{prefix}.scaling.attn_factor", 1.0)
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
             raise found.unsupported(f"{prefix}.scaling.type", kind, "none, in a file with rope_freqs.weight")
-        return Rope(theta, width, "divisors", divisors=_read_divisors(file, width))
+        divisors = _read_divisors(file, width)
+        return Rope(theta, width, "divisors", divisors=divisors, attention_factor=attention_factor)
     if kind == "none" or (kind == "linear" and factor == 1):
-        return Rope(theta, width)
+        return Rope(theta, width, attention_factor=attention_factor)
     if kind == "linear":
-        return Rope(theta, width, "linear", factor=factor)
+        return Rope(theta, width, "linear", factor=factor, attention_factor=attention_factor)
     if kind == "yarn":
+        if theta <= 1:
+            raise found.error(f"{prefix}.freq_base", "more than 1 for yarn")
         stretch = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0  # arXiv 2309.00071, section 3.4
         return Rope(
             theta,
@@ -254,7 +285,7 @@ def _read_rope(file: GgufFile, found: ConfigFile, name: str, sizes: dict[str, An
             original_context=found.count(f"{prefix}.scaling.original_context_length", sizes["context"]),
             beta_fast=found.number(f"{prefix}.scaling.yarn_beta_fast", 32.0),
             beta_slow=found.number(f"{prefix}.scaling.yarn_beta_slow", 1.0),
-            attention_factor=stretch * found.number(f"{prefix}.scaling.attn_factor", 1.0),
+            attention_factor=stretch * attention_factor,
         )
     raise found.unsupported(f"{prefix}.scaling.type", kind, "none, linear, yarn")
 
@@ -304,7 +335,7 @@ def _read_activation(file: GgufFile, architecture: Architecture, given: str | No
     words = (file.metadata.get(f"general.{key}", "") for key in ("basename", "name", "finetune"))
     name = re.sub("[^a-z0-9]", "", "".join(str(word) for word in words).lower())
     # A ReLU model is often named after the ordinary one it was made from.
-    known = _SPARSE_NAMES if "relu" in name or "sparse" in name else _SPARSE_NAMES | _DENSE_NAMES
+    known = _SPARSE_NAMES if re.search("relu|reglu|sparse", name) else _SPARSE_NAMES | _DENSE_NAMES
     for part, activation in known.items():
         if part in name:
             return activation
