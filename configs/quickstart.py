@@ -21,6 +21,7 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.model = str(DEMO)
     config.prompt = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
+    config.chat = False
     config.activation = placeholder(str)
     config.dtype = placeholder(str)
     config.mode = placeholder(str)

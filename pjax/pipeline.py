@@ -125,7 +125,7 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     if settings.chat:
         prompt = encode_chat([{"role": "user", "content": settings.prompt}], tokenizer)
     encode_prompts(prompt, tokenizer, model.config)
-    if settings.mode == "exact":
+    if settings.mode is not None and not model.config.is_sparse:
         check_mode(settings.mode, model.config, None)
     imports = read_imports(settings, model.config)
     quality_rows = _quality_rows(settings, model, tokenizer)

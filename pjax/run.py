@@ -23,6 +23,7 @@ from pjax.executor import make_executor
 from pjax.formats import expand_path
 from pjax.generate import Generation, generate
 from pjax.hardware import hardware_preset
+from pjax.ops.ffi import unusable_reason
 from pjax.pipeline import Prepared, prepare
 from pjax.report import summary_table
 from pjax.sampling import check_integer, make_sampler
@@ -78,6 +79,7 @@ def main(argv: list[str]) -> None:
     settings = make_settings(values)
     _stand_in(settings)
     _check_generate(settings)
+    unusable_reason()  # raises if PJAX_CPU or PJAX_NUM_THREADS make no sense
     config_file = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
     workdir = expand_path(_WORKDIR.value or Path("runs") / config_file.stem)
     console = Console(stderr=True)

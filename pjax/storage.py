@@ -56,8 +56,11 @@ def load_model(
     for path, module in nnx.iter_modules(model):
         own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Variable)}
         stored = {name: tensors[weight_name((*path, name))] for name in own}
+        types = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
+        # The matrices of one FFN have one type, whatever the file mixes.
+        stored_dtype = types.pop() if len(types) == 1 else np.dtype(np.float32)
+        matrix_dtype = stored_dtype if dtype in (None, *FORMATS) else jnp.dtype(dtype)
         for name, tensor in stored.items():
-            matrix_dtype = tensor.dtype if dtype in (None, *FORMATS) else jnp.dtype(dtype)
             array = load_array(tensor, np.dtype(np.float32) if len(tensor.shape) == 1 else matrix_dtype)
             own[name].set_value(jax.device_put(array))
         rows = stored.get("up" if isinstance(module, SparseFfn) else "weight")
@@ -80,6 +83,7 @@ def quantize(model: Decoder, dtype: str) -> Decoder:
     Raises:
         ValueError: another type, or a width that is no multiple of 32.
     """
+    _check_decoder(model)
     if dtype not in FORMATS:
         raise ValueError(f"dtype: expected one of {', '.join(FORMATS)}, got {dtype!r}.")
     copy = nnx.merge(*nnx.split(model))  # shares the arrays
@@ -96,6 +100,11 @@ def _pack(module: nnx.Module, dtype: str) -> None:
     if isinstance(module, SparseFfn) and module.format is None:
         ffn = ops.pack_ffn(module.weights, dtype)
         module.set_weights(dataclasses.replace(ffn, rows=on_large_pages(ffn.rows)))
+
+
+def _check_decoder(model: Decoder) -> None:
+    if not isinstance(model, Decoder):
+        raise ValueError(f"model: expected a Decoder, as load_model gives, got {type(model).__name__}.")
 
 
 def _check_dtype(dtype: str | None) -> None:
@@ -120,6 +129,7 @@ def save_model(model: Decoder, path: str | os.PathLike) -> None:
         FileExistsError: the path exists.
         ValueError: quantised weights, or a config that no config.json of the family can express.
     """
+    _check_decoder(model)
     tensors = {}
     for variable_path, variable in nnx.to_flat_state(nnx.state(model)):
         if isinstance(variable, PackedRows):

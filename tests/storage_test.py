@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 import pjax
 from pjax.model_config import Rope
 from pjax.storage import weight_name
 from tests.cases import checkpoint_names, find_case
+from tests.tiny import tiny_llama
 from tests.tiny_model import tiny_decoder
 
 CASES = [name for name in checkpoint_names() if not (find_case(name) / "expect.json").exists()]
@@ -100,3 +102,20 @@ def test_orbax_restores_the_state(dtype, tmp_path):
     assert_same(nnx.merge(graphdef, restored), model)
     ids = jnp.arange(6)[None]
     np.testing.assert_array_equal(nnx.merge(graphdef, restored)(ids), model(ids))
+
+
+def test_mixed_types_of_one_ffn_become_float32(tmp_path):
+    tensors = tiny_llama(tmp_path / "m", dtype=np.float16)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    mixed = tensors | {name: tensors[name].astype(np.float32)}
+    save_file(mixed, tmp_path / "m" / "model.safetensors")
+    model = pjax.load_model(tmp_path / "m")
+    assert (model.layers[0].ffn.weights.format, model.layers[1].ffn.weights.format) == ("float32", "float16")
+    assert np.isfinite(model(np.zeros((1, 3), np.int32))).all()
+
+
+@pytest.mark.parametrize("call", [lambda m: pjax.quantize(m, "q8_0"), lambda m: pjax.save_model(m, "never")])
+@pytest.mark.parametrize("wrong", ["a-path", None, 3])
+def test_what_is_no_decoder_is_refused(call, wrong):
+    with pytest.raises(ValueError, match="model: expected a Decoder, as load_model gives, got "):
+        call(wrong)

@@ -113,7 +113,10 @@ def _family_values(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 
 def _model_folder(path: Path) -> Path:
     if not path.is_dir():
-        raise FileNotFoundError(f"The model {path} does not exist.")
+        raise FileNotFoundError(
+            f"The model {path} does not exist; pjax downloads nothing: give a folder or a GGUF file, such as "
+            "`hf download NAME --local-dir FOLDER` makes."
+        )
     if not (path / "config.json").is_file():
         snapshots = [str(p) for p in sorted(path.glob("snapshots/*"))]
         listed = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
