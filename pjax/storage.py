@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from pjax import ops
+from pjax.base import Ffn
 from pjax.formats import read_checkpoint, write_checkpoint
 from pjax.formats.mapped import load_array
 from pjax.layers import PackedRows, SparseFfn
@@ -53,9 +54,9 @@ def load_model(
     rngs: Any = SimpleNamespace(params=lambda: key)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=rngs))
     # Module by module, so that of a quantised model no more than one FFN is ever there in floats.
-    for path, module in nnx.iter_modules(model):
+    for module_path, module in nnx.iter_modules(model):
         own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Variable)}
-        stored = {name: tensors[weight_name((*path, name))] for name in own}
+        stored = {name: tensors[weight_name((*module_path, name))] for name in own}
         types = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
         # The matrices of one FFN have one type, whatever the file mixes.
         stored_dtype = types.pop() if len(types) == 1 else np.dtype(np.float32)
@@ -97,8 +98,8 @@ def _pack(module: nnx.Module, dtype: str) -> None:
     if isinstance(module, Linear) and module.format is None:
         matrix = ops.pack_matrix(module.weight[...], dtype)
         module.set_weight(dataclasses.replace(matrix, rows=on_large_pages(matrix.rows)))
-    if isinstance(module, SparseFfn) and module.format is None:
-        ffn = ops.pack_ffn(module.weights, dtype)
+    if isinstance(module, SparseFfn) and isinstance(floats := module.weights, Ffn):
+        ffn = ops.pack_ffn(floats, dtype)
         module.set_weights(dataclasses.replace(ffn, rows=on_large_pages(ffn.rows)))
 
 

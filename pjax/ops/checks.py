@@ -54,7 +54,8 @@ def check_matrix(weight: Matrix) -> tuple[int, int]:
     expect_float("weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"weight: expected shape [out, in], got {list(weight.shape)}.")
-    return weight.shape
+    num_outputs, num_inputs = weight.shape
+    return num_outputs, num_inputs
 
 
 def check_input(x: jax.Array, model: int, *, ranks: tuple[int, ...] | None) -> None:
