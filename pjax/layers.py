@@ -120,7 +120,7 @@ class SparseFfn(nnx.Module):
             return None if param is None else param[...]
 
         biases = {"gate_bias": value(self.gate_bias), "up_bias": value(self.up_bias)}
-        if self.packed is not None:
+        if self.packed is not None and self.format is not None:
             return PackedFfn(self.packed[...], self.format, self.model, self.gated, **biases)
         return Ffn(gate=value(self.gate), up=value(self.up), down=value(self.down), **biases)
 
