@@ -1,18 +1,21 @@
 """Messages to the text that a chat model was trained on, by the model's own template.
 
 A template is a Jinja program from a file that anyone may have written, so it runs in Jinja's sandbox, sees
-plain values only, and has a budget of steps. How long a text it makes of one value is not bounded.
+plain values only, and has a budget of steps and a bound on the numbers it may hand on.
 """
 
 import datetime
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_format
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -24,7 +27,8 @@ CALL_STEPS = 10
 """What a call counts; it takes longer than a round, a macro's up to fifty times."""
 
 MAX_REPEATED = 1_000_000
-"""Length of what `*` may make of a text or list."""
+"""Length of what `*` may make of a text or list, and the largest whole number that a filter or a call may be
+given: of rounds, of columns, of digits. Larger ones can take minutes and gigabytes."""
 
 MAX_POWER = 64
 """Base and exponent of `**`; larger ones can take minutes and gigabytes."""
@@ -124,12 +128,13 @@ def _plain(messages: Any) -> list[dict[str, Any]]:
 class _Environment(ImmutableSandboxedEnvironment):
     """Jinja as templates of chats expect it, with a budget; for one rendering."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.steps_left = MAX_STEPS
         self.filters |= {"tojson": _to_json, _COUNTED: self._count_rounds}
+        self.filters = {name: _with_small_numbers(fn) for name, fn in self.filters.items()}
         self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
 
     def counted(self, source: str) -> nodes.Template:
@@ -148,10 +153,16 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Every call of a template goes through here."""
         self.take(CALL_STEPS)
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        _check_small(getattr(method, "__self__", None), *args, *kwargs.values())
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Every `*` and `**` of a template goes through here."""
+        """Every `*`, `**` and `%` of a template goes through here."""
+        if operator == "%":
+            if isinstance(left, str):
+                _check_small(left, *(right if isinstance(right, tuple) else (right,)))
+            return super().call_binop(context, operator, left, right)
         sizes = [x if isinstance(x, int | float) else len(x) for x in (left, right)]
         numbers = all(isinstance(x, int | float) for x in (left, right))
         if (operator == "**" and max(map(abs, sizes)) > MAX_POWER) or (
@@ -164,6 +175,32 @@ class _Environment(ImmutableSandboxedEnvironment):
         for item in items:
             self.take(1)
             yield item
+
+
+def _check_small(*values: Any) -> None:
+    """Refuses numbers, and texts that are formats with numbers, of which Python would make huge texts."""
+    for value in values:
+        is_large = isinstance(value, int) and abs(value) > MAX_REPEATED
+        if is_large or (isinstance(value, str) and _LARGE_WIDTH.search(value)):
+            raise SecurityError(f"{str(value)[:40]} is too large a number to be given on")
+
+
+_LARGE_WIDTH = re.compile(r"[%{][^%{}]*\d{7}")
+"""A number of seven digits within a format's field."""
+
+
+def _with_small_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, which refuses large numbers beside the value that it filters."""
+    first = 2 if hasattr(fn, "jinja_pass_arg") else 1  # some get the context before the value
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_small(*args[first:], *kwargs.values())
+        if fn is do_format:
+            _check_small(*args)
+        return fn(*args, **kwargs)
+
+    return checked
 
 
 _COUNTED = "pjax counted"

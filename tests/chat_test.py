@@ -74,7 +74,7 @@ def test_what_templates_use(template, expected):
         ("{{ raise_exception.__globals__.sys.modules }}", "is undefined|unsafe"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ messages[0]['content'].format.__func__() }}", "unsafe|no attribute"),
-        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "is too large a number"),
         (
             "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
             "more than 20,000 steps",
@@ -170,3 +170,28 @@ def test_models_that_cannot_chat(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="this model has no tokenizer; use generate with token ids"):
         LLM(folder).chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'abc' | slice(3000000) | list | length }}",
+        "{{ 'abc' | batch(10**9) | list | length }}",
+        "{{ 'abc' | center(99999999) }}",
+        "{{ '%099999999d' % 1 }}",
+        "{{ '%*d' % (99999999, 1) }}",
+        "{{ '{:>99999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 99999999) }}",
+        "{{ '%099999999d' | format(1) }}",
+        "{{ 'a'.ljust(99999999) }}",
+    ],
+)
+def test_no_number_makes_a_huge_text(source):
+    with pytest.raises(ValueError, match="chat template: .* is too "):
+        render_chat(source, [{"role": "user", "content": "x"}], {})
+
+
+def test_large_numbers_in_messages_are_only_text():
+    message = {"role": "user", "content": "call {1234567890} at 100% of 12345678"}
+    template = "{{ messages[0].content | trim }} {{ messages[0] | tojson }} {{ '%s' % 7 }}"
+    assert "12345678 {" in render_chat(template, [message], {})
