@@ -93,6 +93,20 @@ class PackedMatrix:
     format: str = dataclasses.field(metadata={"static": True})
     width: int = dataclasses.field(metadata={"static": True})
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in], as of an array."""
+        return self.rows.shape[0], self.width
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return self.rows.nbytes
+
+    def __getitem__(self, ids: jax.Array) -> "PackedMatrix":
+        """The rows with these numbers, int [...]."""
+        return dataclasses.replace(self, rows=self.rows[ids])
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -174,18 +188,23 @@ class LowRankPredictor:
     """Guesses a layer's active neurons: `relu(x @ first.T) @ second.T + bias > threshold`.
 
     Attributes:
-        first: [rank, model].
-        second: [neurons, rank].
+        first: [rank, model], of any weight type.
+        second: [neurons, rank], of the same type.
         bias: [neurons].
         threshold: float32 scalar, the score above which a neuron counts as active.
         input: "normed" (the FFN input) or "residual" (what it was made from).
     """
 
-    first: jax.Array
-    second: jax.Array
+    first: "Matrix"
+    second: "Matrix"
     bias: jax.Array
     threshold: jax.Array
     input: str = dataclasses.field(default="normed", metadata={"static": True})
+
+    @property
+    def dtype(self) -> str:
+        """The weight type of the matrices."""
+        return self.first.format if isinstance(self.first, PackedMatrix) else str(self.first.dtype)
 
 
 class PredictorReport(NamedTuple):

@@ -253,7 +253,14 @@ def _predictors(
             layers, held_out = import_predictors(stored), rows[::HELD_OUT]
             return pack_predictors(measure_predictors(model, layers, held_out, progress_fn=progress_fn))
         return pack_predictors(
-            train_predictors(model, rows, recall=wanted.recall, seed=settings.seed, progress_fn=progress_fn)
+            train_predictors(
+                model,
+                rows,
+                recall=wanted.recall,
+                dtype=wanted.dtype,
+                seed=settings.seed,
+                progress_fn=progress_fn,
+            )
         )
 
     made_from = fingerprint(made_from, how if stored is None else predictors_fingerprint(stored))

@@ -4,6 +4,7 @@ The method is PowerInfer's (arXiv 2312.12456, section 5.1) after Deja Vu: a low-
 trained on what the layer really did. This module knows no model: it is fed inputs and masks.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ import numpy as np
 import optax
 
 from pjax import ops
-from pjax.base import LowRankPredictor, PredictorReport
+from pjax.base import LowRankPredictor, Matrix, PackedMatrix, PredictorReport
+from pjax.ops.packed import BLOCK, FORMATS
 
 LEARNING_RATE = 3e-3
 """Peak of the cosine schedule; 1e-3 is 0.01 of precision behind after the quickstart, 1e-2 is noisy."""
@@ -69,13 +71,32 @@ class FitState(NamedTuple):
 
 
 def default_rank(model: int, neurons: int) -> int:
-    """A rank that costs 1/16 of a gated FFN's bytes, as PowerInfer's released predictors do.
+    """A rank that costs 1/16 of a gated FFN's numbers, as PowerInfer's released predictors do.
 
-    `rank * (model + neurons) = 3 * model * neurons / 16`, rounded up to a multiple of 8 so that rows
-    are whole SIMD vectors.
+    `rank * (model + neurons) = 3 * model * neurons / 16`, rounded up to a multiple of 32, the block of the
+    quantised types.
     """
     rank = 3 * model * neurons / (16 * (model + neurons))
-    return max(8, int(-(-rank // 8)) * 8)
+    return max(32, int(-(-rank // 32)) * 32)
+
+
+def with_dtype(predictor: LowRankPredictor, dtype: str) -> LowRankPredictor:
+    """The predictor with its matrices in another weight type; bias and threshold stay float32.
+
+    Args:
+        predictor: of float weights.
+        dtype: "float32", "bfloat16", "float16", "q8_0" or "q4_0".
+
+    Raises:
+        ValueError: a quantised type, and widths that are not multiples of 32.
+    """
+
+    def convert(matrix: Matrix) -> Matrix:
+        if isinstance(matrix, PackedMatrix):
+            raise ValueError(f"predictor: expected float weights, got {matrix.format}")
+        return ops.pack_matrix(matrix, dtype) if dtype in FORMATS else matrix.astype(dtype)
+
+    return dataclasses.replace(predictor, first=convert(predictor.first), second=convert(predictor.second))
 
 
 def init_predictor(key: jax.Array, model: int, frequency: np.ndarray, rank: int) -> LowRankPredictor:
@@ -142,6 +163,17 @@ def score_histogram(predictor: LowRankPredictor, x: jax.Array, active_mask: jax.
     bins = jnp.searchsorted(jnp.asarray(BIN_EDGES), predict_scores(predictor, x), side="left")
     index = active_mask.astype(jnp.int32) * NUM_BINS + bins
     return jnp.bincount(index.reshape(-1), length=2 * NUM_BINS).reshape(2, NUM_BINS)
+
+
+def check_widths(dtype: str, model: int, rank: int | None) -> None:
+    """Raises ValueError unless predictors of these widths can have the type."""
+    if dtype not in ("float32", "bfloat16", "float16", *FORMATS):
+        raise ValueError(f"dtype: expected float32, bfloat16, float16, q8_0 or q4_0, got {dtype!r}")
+    if dtype in FORMATS and (model % BLOCK or (rank or BLOCK) % BLOCK):
+        raise ValueError(
+            f"dtype: {dtype} needs a model width and a rank that are multiples of {BLOCK}, got {model} and "
+            f"{rank}; use bfloat16"
+        )
 
 
 def check_recall(recall: float) -> None:

@@ -18,6 +18,7 @@ from pjax.predictor import (
     NUM_BINS,
     FitState,
     check_recall,
+    check_widths,
     default_rank,
     fit_step,
     init_fit,
@@ -27,6 +28,7 @@ from pjax.predictor import (
     predict_mask,
     report_at,
     score_histogram,
+    with_dtype,
 )
 
 TOKENS_PER_BATCH = 4096
@@ -138,6 +140,7 @@ def train_predictors(
     *,
     recall: float = 0.95,
     rank: int | None = None,
+    dtype: str = "float32",
     seed: int = 0,
     progress_fn: ProgressFn = _no_progress,
 ) -> Predictors:
@@ -151,12 +154,14 @@ def train_predictors(
         ids: int32 [batch, seq], at least two sequences; one in eight is held out.
         recall: wanted share of active neurons marked on held-out tokens, 0..1.
         rank: width of the predictors, at least 1; None takes `default_rank`.
+        dtype: weight type of the predictors that come out, see `predictor.with_dtype`; they are trained in
+            float32, and thresholds and reports are those of the type.
         seed: of the initial weights and the order.
         progress_fn: called with the sequences done and in all.
 
     Raises:
-        ValueError: if the ids do not fit the model, its activation leaves no neuron at zero, or recall
-            or rank is out of range.
+        ValueError: if the ids do not fit the model, its activation leaves no neuron at zero, recall or rank
+            is out of range, or the widths do not fit dtype.
     """
     ids = _check_profiled(ids, model.config)
     if len(ids) < 2:
@@ -166,7 +171,9 @@ def train_predictors(
         raise ValueError(f"rank: expected at least 1, or None to choose one, got {rank}")
     held_out, training = ids[::HELD_OUT], np.delete(ids, np.s_[::HELD_OUT], axis=0)
     training = np.random.default_rng(seed).permutation(training)
-    predictors = _fit(model, training, rank, seed, lambda done: progress_fn(done, len(ids)))
+    check_widths(dtype, model.config.model, rank)
+    fitted = _fit(model, training, rank, seed, lambda done: progress_fn(done, len(ids)))
+    predictors = [with_dtype(predictor, dtype) for predictor in fitted]
     graphdef, state = nnx.split(model)
     histograms = [np.zeros((2, NUM_BINS), np.int64)] * model.config.layers
     done = len(training)

@@ -73,7 +73,7 @@ def predictor_part(predictors: Predictors, kind: str, source: str) -> dict[str, 
     return {
         "source": source,
         "kind": kind,
-        "dtype": str(predictors.layers[0].first.dtype),
+        "dtype": predictors.layers[0].dtype,
         "recall_mean": _mean([r.recall for r in reports]),
         "precision_mean": _mean([r.precision for r in reports]),
         "density_mean": _mean([r.density for r in reports]),

@@ -33,7 +33,7 @@ class PredictorSettings:
         path: a folder with predictors of PowerInfer, `model_0.pt` and so on, or a GGUF file of PowerInfer, to
             read instead of training; "train" trains; None takes those in the model's file, or else trains.
         kind: "lowrank".
-        dtype: of its weights, "float32".
+        dtype: weight type of those trained here, as `Settings.dtype`.
         recall: share of the active neurons to mark, on held-out tokens, 0..1.
     """
 
@@ -129,7 +129,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": (None, "float32", "bfloat16", "float16", "q8_0", "q4_0"),
     "mode": (None, *MODES),
     "predictor.kind": ("lowrank",),
-    "predictor.dtype": ("float32",),
+    "predictor.dtype": ("float32", "bfloat16", "float16", "q8_0", "q4_0"),
     "placement.objective": ("impact",),
 }
 """Keys with a fixed set of values."""

@@ -13,12 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from pjax.base import ActivationStats, LowRankPredictor, Placement, PredictorReport, Predictors
+from pjax.base import ActivationStats, LowRankPredictor, PackedMatrix, Placement, PredictorReport, Predictors
 
 RECORD = "__record__"
 """Name of the JSON record among the arrays."""
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+"""Importing ml_dtypes is what teaches NumPy this type; its files do not know it."""
 
 
 class Artefact(NamedTuple):
@@ -138,11 +142,13 @@ def unpack_stats(artefact: Artefact) -> ActivationStats:
 def pack_predictors(predictors: Predictors) -> Artefact:
     """The predictors as an artefact."""
     arrays = {
-        f"{field}.{i}": np.asarray(getattr(predictor, field))
+        f"{field}.{i}": _bits(value.rows if isinstance(value, PackedMatrix) else value)
         for i, predictor in enumerate(predictors.layers)
-        for field in ("first", "second", "bias", "threshold")
+        for field, value in _parts(predictor).items()
     }
     record = {
+        "dtypes": [predictor.dtype for predictor in predictors.layers],
+        "widths": [predictor.first.shape[1] for predictor in predictors.layers],
         "inputs": [predictor.input for predictor in predictors.layers],
         "reports": [report._asdict() for report in predictors.reports],
     }
@@ -151,9 +157,29 @@ def pack_predictors(predictors: Predictors) -> Artefact:
 
 def unpack_predictors(artefact: Artefact) -> Predictors:
     """The reverse of `pack_predictors`; the weights are numpy arrays."""
+    reports = tuple(PredictorReport(**report) for report in artefact.record["reports"])
     fields = (_per_layer(artefact.arrays, field) for field in ("first", "second", "bias", "threshold"))
-    layers = tuple(LowRankPredictor(*parts) for parts in zip(*fields, artefact.record["inputs"], strict=True))
-    return Predictors(layers, tuple(PredictorReport(**report) for report in artefact.record["reports"]))
+    layers = []
+    for first, second, bias, threshold, dtype, width, source in zip(
+        *fields, artefact.record["dtypes"], artefact.record["widths"], artefact.record["inputs"], strict=True
+    ):
+        if first.dtype == np.uint8:
+            first = PackedMatrix(first, dtype, width)
+            second = PackedMatrix(second, dtype, first.shape[0])
+        elif first.dtype == np.uint16:
+            first, second = first.view(BFLOAT16), second.view(BFLOAT16)
+        layers.append(LowRankPredictor(first, second, bias, threshold, source))
+    return Predictors(tuple(layers), reports)
+
+
+def _bits(array: Any) -> np.ndarray:
+    """The array as NumPy files know it: bfloat16 as uint16."""
+    array = np.asarray(array)
+    return array.view(np.uint16) if array.dtype == BFLOAT16 else array
+
+
+def _parts(predictor: LowRankPredictor) -> dict[str, Any]:
+    return {field: getattr(predictor, field) for field in ("first", "second", "bias", "threshold")}
 
 
 def pack_placement(placement: Placement) -> Artefact:

@@ -14,6 +14,7 @@ from pjax.predictor import (
     CERTAIN,
     MAX_SCORE,
     NUM_BINS,
+    check_widths,
     default_rank,
     fit_step,
     init_fit,
@@ -23,6 +24,7 @@ from pjax.predictor import (
     predict_scores,
     report_at,
     score_histogram,
+    with_dtype,
 )
 
 
@@ -173,14 +175,14 @@ def test_recall_out_of_range(recall):
 
 
 @pytest.mark.parametrize(
-    ("model", "neurons", "rank"), [(4096, 11008, 560), (16, 40, 8), (1, 1, 8), (64, 64, 8), (96, 96, 16)]
+    ("model", "neurons", "rank"), [(4096, 11008, 576), (16, 40, 32), (1, 1, 32), (512, 512, 64)]
 )
 def test_default_rank(model, neurons, rank):
     assert default_rank(model, neurons) == rank
-    assert rank % 8 == 0
+    assert rank % 32 == 0
     share = rank * (model + neurons) / (3 * model * neurons)
     assert share >= 1 / 16
-    assert rank == 8 or (rank - 8) * (model + neurons) / (3 * model * neurons) < 1 / 16
+    assert rank == 32 or (rank - 32) * (model + neurons) / (3 * model * neurons) < 1 / 16
 
 
 def test_untrained_predictor_knows_the_frequencies():
@@ -215,3 +217,37 @@ def test_fit_recovers_a_low_rank_rule():
     assert trained.density < 1.2 * trained.true_density
     assert losses[-1] < 0.4 * losses[0]
     assert float(fit.predictor.threshold) == 0  # training leaves it alone
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.02), ("q8_0", 0.02), ("q4_0", 0.3)])
+def test_weight_types(dtype, error):
+    """Scores stay, up to the type's rounding; rows are those of the type."""
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    floats = LowRankPredictor(array(32, 64) / 8, array(50, 32) / 6, array(50), jnp.float32(0.5), "residual")
+    small = with_dtype(floats, dtype)
+    assert (small.dtype, floats.dtype) == (dtype, "float32")
+    assert (small.first.shape, small.second.shape, small.input) == ((32, 64), (50, 32), "residual")
+    assert small.first.nbytes + small.second.nbytes < 0.6 * (floats.first.nbytes + floats.second.nbytes)
+    x = array(3, 64)
+    expected = np.asarray(predict_scores(floats, x))
+    assert np.abs(np.asarray(predict_scores(small, x)) - expected).max() < error * np.abs(expected).max()
+    ids = jnp.asarray([3, 1])
+    picked = dataclasses.replace(small, second=small.second[ids], bias=small.bias[ids])
+    np.testing.assert_array_equal(predict_scores(picked, x), predict_scores(small, x)[:, ids])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("q4_0", 48, None), "q4_0 needs a model width and a rank that are multiples of 32, got 48 and None"),
+        (("q8_0", 64, 40), "q8_0 needs a model width and a rank that are multiples of 32, got 64 and 40"),
+        (("int8", 64, 32), "dtype: expected float32, bfloat16, float16, q8_0 or q4_0, got 'int8'"),
+    ],
+)
+def test_widths_that_a_type_cannot_have(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_widths(*arguments)

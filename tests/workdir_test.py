@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pjax import workdir
 from pjax.base import ActivationStats, LowRankPredictor, Placement, PredictorReport, Predictors
+from pjax.predictor import with_dtype
 from pjax.workdir import Artefact, fingerprint, load, save, write_atomically
 
 ARTEFACT = Artefact({"a.0": np.arange(40), "a.1": np.float32([[1, 2], [3, 4]])}, {"text": "é", "n": [1, 2.5]})
@@ -39,6 +41,18 @@ def test_stats_round_trip(tmp_path):
     assert found.num_tokens == stats.num_tokens
     assert [c.tolist() for c in found.counts] == [c.tolist() for c in stats.counts]
     assert all(c.dtype == np.int64 for c in found.counts)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "q4_0"])
+def test_predictors_of_other_types_round_trip(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    parts = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 64), (5, 32), (5,), ()))
+    layer = with_dtype(LowRankPredictor(*parts), dtype)
+    artefact = through_file(tmp_path, workdir.pack_predictors(Predictors((layer,) * 2, ())))
+    for found in workdir.unpack_predictors(artefact).layers:
+        assert jax.tree.structure(found) == jax.tree.structure(layer)
+        for array, expected in zip(jax.tree.leaves(found), jax.tree.leaves(layer), strict=True):
+            np.testing.assert_array_equal(array, expected)
 
 
 def test_predictors_round_trip(tmp_path):
