@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pjax.attention import KvCache, alibi_slopes, attend, attend_prompt, rotary_frequencies, rotate
+from pjax.attention import KvCache, alibi_slopes, attend_prompt, rotary_frequencies
 from pjax.model import Attention
 from pjax.model_config import Rope
+from pjax.ops.attention_reference import attend, rotate, rotation_at
 from tests.tiny_model import tiny_decoder
 
 DEFAULT = Rope(1e4, 8)
@@ -80,7 +81,10 @@ def test_rotary_positions_turn_pairs_of_entries(rope):
     turn = rope.attention_factor * np.exp(1j * positions[:, :, None, None] * angles)
     pairs = (x[..., :half] + 1j * x[..., half : rope.width]) * turn
     expected = np.concatenate([pairs.real, pairs.imag, x[..., rope.width :]], -1)
-    got = rotate(jnp.asarray(x, jnp.float32), jnp.asarray(positions), rope)
+    rotation = rotation_at(
+        jnp.asarray(positions), jnp.asarray(rotary_frequencies(rope)), rope.attention_factor
+    )
+    got = rotate(jnp.asarray(x, jnp.float32), rotation)
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
