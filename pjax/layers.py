@@ -17,6 +17,15 @@ class PackedRows(nnx.Variable):
     """Quantised weights, uint8 [rows, bytes]: no `nnx.Param`, so gradients of parameters leave them alone."""
 
 
+def random_weight(
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], scale: float, dtype: jax.typing.DTypeLike = jnp.float32
+) -> nnx.Param:
+    """Normal numbers of deviation `scale`; without rngs only a shape, of a weight that is yet to be set."""
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param((jax.random.normal(rngs.params(), shape) * scale).astype(dtype))
+
+
 class SparseFfn(nnx.Module):
     """An FFN that computes only its active neurons.
 
@@ -31,7 +40,7 @@ class SparseFfn(nnx.Module):
         gated: whether there is a gate.
         bias: whether gate, up and down carry biases.
         dtype: of the weights; biases are float32.
-        rngs: of the initial weights, normal with variance 1 / fan-in.
+        rngs: of the initial weights, normal with variance 1 / fan-in; None leaves them to be set.
     """
 
     def __init__(
@@ -43,16 +52,14 @@ class SparseFfn(nnx.Module):
         gated: bool = True,
         bias: bool = False,
         dtype: jax.typing.DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ):
         if model < 1 or neurons < 1:
             raise ValueError(f"model, neurons: expected widths of at least 1, got {model}, {neurons}")
         Activation.parse(activation)
 
         def rows(fan_in: int) -> nnx.Param:
-            return nnx.Param(
-                (jax.random.normal(rngs.params(), (neurons, model)) * fan_in**-0.5).astype(dtype)
-            )
+            return random_weight(rngs, (neurons, model), fan_in**-0.5, dtype)
 
         def zeros(width: int, wanted: bool) -> nnx.Param | None:
             return nnx.Param(jnp.zeros(width)) if wanted else None
@@ -106,9 +113,7 @@ class SparseFfn(nnx.Module):
                     f"layout={layout!r}), got {kernel.shape}; is it transposed?"
                 )
         model, neurons = up.shape
-        layer = nnx.eval_shape(
-            lambda: cls(model, neurons, activation=activation, gated=gate is not None, rngs=nnx.Rngs(0))
-        )
+        layer = cls(model, neurons, activation=activation, gated=gate is not None, rngs=None)
         layer.set_weights(Ffn(None if gate is None else gate.T, up.T, down))
         return layer
 

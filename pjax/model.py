@@ -11,13 +11,9 @@ from jax.core import Tracer
 from pjax import ops
 from pjax.attention import KvCache, alibi_slopes, attend_prompt, rotary_frequencies
 from pjax.base import FfnFn, Matrix, PackedMatrix
-from pjax.layers import PackedRows, SparseFfn, dense_ffn_fn
+from pjax.layers import PackedRows, SparseFfn, dense_ffn_fn, random_weight
 from pjax.model_config import ModelConfig
 from pjax.ops.attention_reference import append, rotate, rotation_at
-
-
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), shape) * scale)
 
 
 class Linear(nnx.Module):
@@ -28,13 +24,19 @@ class Linear(nnx.Module):
         out_width: numbers out.
         bias: whether there is one.
         scale: standard deviation of the initial weights; None for `in_width ** -0.5`.
-        rngs: of the initial weights.
+        rngs: of the initial weights; None leaves them to be set.
     """
 
     def __init__(
-        self, in_width: int, out_width: int, *, bias: bool = False, scale: float | None = None, rngs: nnx.Rngs
+        self,
+        in_width: int,
+        out_width: int,
+        *,
+        bias: bool = False,
+        scale: float | None = None,
+        rngs: nnx.Rngs | None,
     ):
-        self.weight: nnx.Variable = _normal(rngs, (out_width, in_width), scale or in_width**-0.5)
+        self.weight: nnx.Variable = random_weight(rngs, (out_width, in_width), scale or in_width**-0.5)
         self.bias = nnx.Param(jnp.zeros(out_width)) if bias else None
         self.width = in_width
         self.format: str | None = None
@@ -109,7 +111,7 @@ def prompt_positions(ids: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     """Multi-head attention with grouped keys and values, and rotary positions where the config says so."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs | None):
         def linear(in_width: int, out_width: int) -> Linear:
             return Linear(in_width, out_width, bias=config.attention_bias, rngs=rngs)
 
@@ -177,7 +179,7 @@ def join(residual: jax.Array, y: jax.Array, config: ModelConfig) -> jax.Array:
 class DecoderLayer(nnx.Module):
     """Attention and FFN, each behind its norm and added to the residual stream; see `ModelConfig.block`."""
 
-    def __init__(self, config: ModelConfig, index: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, index: int, rngs: nnx.Rngs | None):
         self.index = index
         self.config = config
         self.attention_norm = None if config.block == "post_norm" and index == 0 else Norm(config)
@@ -209,14 +211,14 @@ class Decoder(nnx.Module):
 
     Args:
         config: what it is.
-        rngs: of the initial weights.
+        rngs: of the initial weights; None leaves them to be set.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
         self.config = config
         self.embed = Linear(config.embed_width, config.vocab, scale=0.02, rngs=rngs)
         rows = config.context + config.position_offset
-        self.positions = _normal(rngs, (rows, config.model), 0.02) if config.learned_positions else None
+        self.positions = random_weight(rngs, (rows, config.model), 0.02) if config.learned_positions else None
         self.layers = nnx.List([DecoderLayer(config, index, rngs) for index in range(config.layers)])
         self.final_norm = Norm(config) if config.final_norm else None
         narrow = config.embed_width != config.model

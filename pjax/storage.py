@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +47,7 @@ def load_model(
     _check_dtype(dtype)
     checkpoint = read_checkpoint(path, activation=activation)
     config, tensors = checkpoint.config, checkpoint.tensors
-    # Only shapes are wanted: the streams of nnx.Rngs, traced, would take longer than reading the weights.
-    key = jax.random.key(0)
-    rngs: Any = SimpleNamespace(params=lambda: key)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=rngs))
+    model = Decoder(config, rngs=None)
     # Module by module, so that of a quantised model no more than one FFN is ever there in floats.
     for module_path, module in nnx.iter_modules(model):
         own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Variable)}

@@ -67,19 +67,31 @@ def load_array(tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
     turned = source.ndim == 2 and source.strides[0] < source.strides[1]
     pieces = list(_pieces(source.T, target.T) if turned else _pieces(source, target))
 
-    def copy(piece: tuple[np.ndarray, np.ndarray]) -> None:
-        _check_not_shrunk(tensor, piece[0])
+    place = _place_in_file(source.T if turned else source)
+
+    def copy(number: int) -> None:
+        piece, goal = pieces[number]
+        _check_not_shrunk(tensor, piece)
+        if place is not None:
+            # By the system's own copying: a page of the mapping costs a fault when it is first looked at.
+            start = place + sum(p.nbytes for p, _ in pieces[:number])
+            same = not turned and piece.dtype == dtype
+            scratch = goal if same else np.empty(piece.shape, piece.dtype)
+            _read_into(tensor, scratch, start)
+            if same:
+                return
+            piece = scratch
         try:
-            _copy_piece(*piece, turned)
+            _copy_piece(piece, goal, turned)
         except FloatingPointError as error:
             message = "holds values beyond float16's range; ask for bfloat16 or float32."
             raise ValueError(f"{tensor.file}: {tensor.name} {message}") from error
-        drop_pages(piece[0])
+        drop_pages(pieces[number][0])
 
     if len(pieces) == 1:
-        copy(pieces[0])
+        copy(0)
     else:
-        list(_POOL.map(copy, pieces))
+        list(_POOL.map(copy, range(len(pieces))))
     target.flags.writeable = False
     return target
 
@@ -89,6 +101,29 @@ def _mapping_of(view: np.ndarray) -> mmap.mmap | None:
     while found is not None and not isinstance(found, mmap.mmap):
         found = found.obj if isinstance(found, memoryview) else getattr(found, "base", None)
     return found
+
+
+def _place_in_file(view: np.ndarray) -> int | None:
+    """Where the bytes of a contiguous view of a mapped file begin in the file; None for any other array."""
+    mapping = _mapping_of(view)
+    if mapping is None or not view.flags.c_contiguous or not view.size:
+        return None
+    return view.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+
+
+def _read_into(tensor: SourceTensor, target: np.ndarray, start: int) -> None:
+    """Fills a contiguous array with the file's bytes from `start` on."""
+    with open(tensor.file, "rb", buffering=0) as stream:
+        stream.seek(start)
+        rest = target.view(np.uint8).reshape(-1).data
+        while rest:
+            count = stream.readinto(rest)
+            if not count:
+                raise ValueError(
+                    f"{tensor.file}: {tensor.name} ends {len(rest)} bytes early; is something still writing "
+                    "the file? Load it again when it is complete."
+                )
+            rest = rest[count:]
 
 
 def _pieces(source: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
