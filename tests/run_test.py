@@ -171,6 +171,9 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(args, message, tmp_path):
     assert message in lines[0]
 
 
+@pytest.mark.skipif(
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="started where interrupts are ignored"
+)
 def test_interrupted_by_the_user_it_exits_130(tmp_path):
     process = start(*SMALL, f"--workdir={tmp_path}")
     assert any("load" in line for line in process.stderr)
