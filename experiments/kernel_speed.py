@@ -26,7 +26,7 @@ import numpy as np
 from absl import app, flags
 
 from pjax import ops
-from pjax.base import Ffn
+from pjax.weights import Ffn
 
 _QUICK = flags.DEFINE_bool("quick", False, "A smaller shape and fewer repeats: seconds instead of minutes.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write the table to this .csv or .json file too.")

@@ -9,11 +9,12 @@ import numpy as np
 from flax import nnx
 
 from pjax import ops
-from pjax.base import Ffn, LowRankPredictor, PackedFfn, PackedMatrix, PredictorReport, Predictors
+from pjax.base import LowRankPredictor, PredictorReport, Predictors
 from pjax.memory import on_large_pages
 from pjax.model import Decoder, Linear
 from pjax.model_config import ModelConfig, Rope
-from pjax.ops.packed import FORMATS, pack_codes
+from pjax.ops.packed import pack_codes
+from pjax.weights import QUANTISED_DTYPES, Ffn, PackedFfn, PackedMatrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ def make_model(shape: Shape, dtype: str, seed: int = 0) -> tuple[Decoder, Predic
 def _matrix(rng: np.random.Generator, rows: int, width: int, dtype: str):
     """Random numbers of deviation near width**-0.5: the codes of the type itself, which is fast to make."""
     scale = width**-0.5
-    if dtype in FORMATS:
+    if dtype in QUANTISED_DTYPES:
         codes = rng.integers(0, 256 if dtype == "q8_0" else 16, (rows, width // 32, 32), np.uint8)
         deviation = (256 if dtype == "q8_0" else 16) / 12**0.5
         scales = jnp.full((rows, width // 32), scale / deviation, jnp.float16)
@@ -128,7 +129,7 @@ def _opener(
 
 def _ffn(rng: np.random.Generator, opener: jnp.ndarray, gated: bool, dtype: str) -> Ffn | PackedFfn:
     neurons, model = opener.shape
-    if dtype in FORMATS:
+    if dtype in QUANTISED_DTYPES:
         parts = [ops.pack_matrix(opener, dtype)]
         parts += [_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)]
         rows = jnp.concatenate([part.rows for part in parts], axis=1)

@@ -1,7 +1,7 @@
 """pjax: activation-sparse LLMs in JAX. Hot neurons on the device, cold ones on the host, the rest skipped."""
 
 from pjax.base import VERSION as __version__
-from pjax.base import ActivationStats, Ffn, HardwareSpec, PackedFfn, Placement, Predictors
+from pjax.base import ActivationStats, HardwareSpec, Placement, Predictors
 from pjax.formats import load_tokenizer
 from pjax.generate import Generation
 from pjax.hardware import hardware_preset, measure_hardware
@@ -14,6 +14,7 @@ from pjax.placement import solve_placement
 from pjax.profiler import collect_stats, train_predictors
 from pjax.split import merge_ffn, split_ffn
 from pjax.storage import load_model, quantize, save_model
+from pjax.weights import Ffn, PackedFfn
 
 __all__ = [
     "LLM",

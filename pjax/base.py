@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from pjax.model_config import ModelConfig
+from pjax.weights import Matrix, PackedMatrix
 
 VERSION = "0.1.0"
 """Of pjax; artefacts made by another version are made again."""
@@ -26,120 +27,6 @@ Mode = Literal["dense", "exact", "predicted"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 """All of them, from most to least computed."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Ffn:
-    """The FFN weights of one layer, or of some of its neurons: one neuron is one row.
-
-    Computes `act(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`, or, without a gate,
-    `act(x @ up.T + up_bias) @ down`. The layer's down bias is not part of it: it is added once,
-    after the blocks of a split layer are summed.
-
-    Attributes:
-        gate: [neurons, model], or None for an ungated FFN.
-        up: [neurons, model].
-        down: [neurons, model], the transpose of the usual [model, neurons].
-        gate_bias: [neurons] or None.
-        up_bias: [neurons] or None.
-    """
-
-    gate: jax.Array | None
-    up: jax.Array
-    down: jax.Array
-    gate_bias: jax.Array | None = None
-    up_bias: jax.Array | None = None
-
-    @property
-    def model(self) -> int:
-        """Width of input and output."""
-        return self.up.shape[1]
-
-    @property
-    def gated(self) -> bool:
-        """Whether there is a gate."""
-        return self.gate is not None
-
-    @property
-    def format(self) -> str:
-        """The weight type: "float32", "bfloat16" or "float16"."""
-        return str(self.up.dtype)
-
-    @property
-    def neurons(self) -> int:
-        """Number of rows."""
-        return self.up.shape[0]
-
-    @property
-    def neuron_bytes(self) -> int:
-        """Bytes of one neuron: its rows and its biases."""
-        arrays = jax.tree.leaves(self)
-        return sum(a.dtype.itemsize * (a.shape[1] if a.ndim == 2 else 1) for a in arrays)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PackedMatrix:
-    """A matrix whose rows are quantised in blocks of 32; `pjax.ops.pack_matrix` makes it.
-
-    Attributes:
-        rows: uint8 [out, bytes], each row's codes in the kernels' order, then its scales.
-        format: "q8_0" or "q4_0".
-        width: numbers in a row, a multiple of 32.
-    """
-
-    rows: jax.Array
-    format: str = dataclasses.field(metadata={"static": True})
-    width: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[out, in], as of an array."""
-        return self.rows.shape[0], self.width
-
-    @property
-    def nbytes(self) -> int:
-        """Of codes and scales."""
-        return self.rows.nbytes
-
-    def __getitem__(self, ids: jax.Array) -> "PackedMatrix":
-        """The rows with these numbers, int [...]."""
-        return dataclasses.replace(self, rows=self.rows[ids])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PackedFfn:
-    """An `Ffn` whose neurons are quantised, each one row; `pjax.pack_ffn` makes it.
-
-    Attributes:
-        rows: uint8 [neurons, bytes]: each neuron's gate (if any), up and down, packed as the rows of a
-            `PackedMatrix` are, one behind the other.
-        format: "q8_0" or "q4_0".
-        model: width of input and output, a multiple of 32.
-        gated: whether there is a gate.
-        gate_bias: [neurons] or None.
-        up_bias: [neurons] or None.
-    """
-
-    rows: jax.Array
-    format: str = dataclasses.field(metadata={"static": True})
-    model: int = dataclasses.field(metadata={"static": True})
-    gated: bool = dataclasses.field(metadata={"static": True})
-    gate_bias: jax.Array | None = None
-    up_bias: jax.Array | None = None
-
-    @property
-    def neurons(self) -> int:
-        """Number of rows."""
-        return self.rows.shape[0]
-
-    @property
-    def neuron_bytes(self) -> int:
-        """Bytes of one neuron: its row and its biases."""
-        biases = jax.tree.leaves((self.gate_bias, self.up_bias))
-        return self.rows.shape[1] + sum(bias.dtype.itemsize for bias in biases)
 
 
 class FfnCounts(NamedTuple):
@@ -195,8 +82,8 @@ class LowRankPredictor:
         input: "normed" (the FFN input) or "residual" (what it was made from).
     """
 
-    first: "Matrix"
-    second: "Matrix"
+    first: Matrix
+    second: Matrix
     bias: jax.Array
     threshold: jax.Array
     input: str = dataclasses.field(default="normed", metadata={"static": True})
@@ -293,12 +180,6 @@ class Placement:
     budget_bytes: int
     solve_s: float
 
-
-AnyFfn = Ffn | PackedFfn
-"""The weights of an FFN in any type."""
-
-Matrix = jax.Array | PackedMatrix
-"""A matrix [out, in] in any weight type."""
 
 AnyArray = jax.Array | np.ndarray
 """An array on a device or still in numpy."""

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pjax import ops
-from pjax.base import Ffn, HardwareSpec
+from pjax.base import HardwareSpec
 from pjax.placement import check_hardware
+from pjax.weights import Ffn
 
 _GB = 10**9  # as in data sheets; a card has a little more
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pjax import ops
-from pjax.base import AnyFfn, Ffn, FfnCounts, FfnFn, PackedFfn, Predictors
+from pjax.base import FfnCounts, FfnFn, Predictors
 from pjax.model_config import Activation
 from pjax.predictor import predict_mask
+from pjax.weights import AnyFfn, Ffn, PackedFfn
 
 
 class PackedRows(nnx.Variable):

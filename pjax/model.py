@@ -10,10 +10,11 @@ from jax.core import Tracer
 
 from pjax import ops
 from pjax.attention import KvCache, alibi_slopes, attend_prompt, rotary_frequencies
-from pjax.base import FfnFn, Matrix, PackedMatrix
+from pjax.base import FfnFn
 from pjax.layers import PackedRows, SparseFfn, dense_ffn_fn, random_weight
 from pjax.model_config import ModelConfig
 from pjax.ops.attention_reference import append, rotate, rotation_at
+from pjax.weights import Matrix, PackedMatrix
 
 
 class Linear(nnx.Module):

@@ -17,9 +17,8 @@ import numpy as np
 
 from pjax.base import ActivationStats, HardwareSpec, Placement
 from pjax.model_config import ModelConfig
+from pjax.weights import DTYPES, row_bytes
 
-# dtype: (weights in a block, bytes of a block); a quantised block is its codes and a float16 scale.
-_BLOCKS = {"float32": (1, 4), "bfloat16": (1, 2), "float16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
 _BIAS_BYTES = 4  # biases stay float32 whatever the type of the rows
 _ID_BYTES = 4  # the neuron's number in the neuron table, int32
 
@@ -68,13 +67,11 @@ def neuron_bytes(config: ModelConfig, dtype: str) -> int:
     Raises:
         ValueError: if dtype is none of these.
     """
-    if dtype not in _BLOCKS:
-        raise ValueError(f"dtype: expected one of {', '.join(_BLOCKS)}, got {dtype!r}")
-    block_weights, block_bytes = _BLOCKS[dtype]
-    row_bytes = math.ceil(config.model / block_weights) * block_bytes
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     num_inputs = 2 if config.gated else 1
     num_biases = num_inputs if config.mlp_bias else 0
-    return (num_inputs + 1) * row_bytes + num_biases * _BIAS_BYTES + _ID_BYTES
+    return (num_inputs + 1) * row_bytes(dtype, config.model) + num_biases * _BIAS_BYTES + _ID_BYTES
 
 
 def min_hot_neurons(num_bytes: int, hardware: HardwareSpec) -> int | None:

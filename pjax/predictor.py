@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 from pjax import ops
-from pjax.base import LowRankPredictor, Matrix, PackedMatrix, PredictorReport
-from pjax.ops.packed import BLOCK, FORMATS
+from pjax.base import LowRankPredictor, PredictorReport
+from pjax.weights import BLOCK, DTYPES, QUANTISED_DTYPES, Matrix, PackedMatrix
 
 LEARNING_RATE = 3e-3
 """Peak of the cosine schedule; 1e-3 is 0.01 of precision behind after the quickstart, 1e-2 is noisy."""
@@ -94,7 +94,7 @@ def with_dtype(predictor: LowRankPredictor, dtype: str) -> LowRankPredictor:
     def convert(matrix: Matrix) -> Matrix:
         if isinstance(matrix, PackedMatrix):
             raise ValueError(f"predictor: expected float weights, got {matrix.format}")
-        return ops.pack_matrix(matrix, dtype) if dtype in FORMATS else matrix.astype(dtype)
+        return ops.pack_matrix(matrix, dtype) if dtype in QUANTISED_DTYPES else matrix.astype(dtype)
 
     return dataclasses.replace(predictor, first=convert(predictor.first), second=convert(predictor.second))
 
@@ -167,9 +167,9 @@ def score_histogram(predictor: LowRankPredictor, x: jax.Array, active_mask: jax.
 
 def check_widths(dtype: str, model: int, rank: int | None) -> None:
     """Raises ValueError unless predictors of these widths can have the type."""
-    if dtype not in ("float32", "bfloat16", "float16", *FORMATS):
-        raise ValueError(f"dtype: expected float32, bfloat16, float16, q8_0 or q4_0, got {dtype!r}")
-    if dtype in FORMATS and (model % BLOCK or (rank or BLOCK) % BLOCK):
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype in QUANTISED_DTYPES and (model % BLOCK or (rank or BLOCK) % BLOCK):
         raise ValueError(
             f"dtype: {dtype} needs a model width and a rank that are multiples of {BLOCK}, got {model} and "
             f"{rank}; use bfloat16"

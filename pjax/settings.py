@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pjax.base import MODES
+from pjax.weights import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +127,10 @@ class Settings:
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "dtype": (None, "float32", "bfloat16", "float16", "q8_0", "q4_0"),
+    "dtype": (None, *DTYPES),
     "mode": (None, *MODES),
     "predictor.kind": ("lowrank",),
-    "predictor.dtype": ("float32", "bfloat16", "float16", "q8_0", "q4_0"),
+    "predictor.dtype": DTYPES,
     "placement.objective": ("impact",),
 }
 """Keys with a fixed set of values."""

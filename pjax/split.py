@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pjax.base import Ffn
+from pjax.weights import Ffn
 
 
 @jax.tree_util.register_dataclass

@@ -9,19 +9,13 @@ import numpy as np
 from flax import nnx
 
 from pjax import ops
-from pjax.base import Ffn
 from pjax.formats import read_checkpoint, write_checkpoint
 from pjax.formats.mapped import load_array
 from pjax.layers import PackedRows, SparseFfn
 from pjax.memory import on_large_pages
 from pjax.model import Decoder, Linear
-from pjax.ops.packed import FORMATS
+from pjax.weights import DTYPES, QUANTISED_DTYPES, Ffn
 from pjax.workdir import fingerprint
-
-FLOAT_DTYPES = ("float32", "bfloat16", "float16")
-
-DTYPES = (*FLOAT_DTYPES, *FORMATS)
-"""Weight types, from most to fewest bits."""
 
 
 def weight_name(path: tuple) -> str:
@@ -55,13 +49,13 @@ def load_model(
         types = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
         # The matrices of one FFN have one type, whatever the file mixes.
         stored_dtype = types.pop() if len(types) == 1 else np.dtype(np.float32)
-        matrix_dtype = stored_dtype if dtype in (None, *FORMATS) else jnp.dtype(dtype)
+        matrix_dtype = stored_dtype if dtype in (None, *QUANTISED_DTYPES) else jnp.dtype(dtype)
         for name, tensor in stored.items():
             array = load_array(tensor, np.dtype(np.float32) if len(tensor.shape) == 1 else matrix_dtype)
             own[name].set_value(jax.device_put(array))
         rows = stored.get("up" if isinstance(module, SparseFfn) else "weight")
         format = rows.quantised_as if dtype is None and rows is not None else dtype
-        if format in FORMATS:
+        if format in QUANTISED_DTYPES:
             _pack(module, format)
     return model
 
@@ -80,8 +74,8 @@ def quantize(model: Decoder, dtype: str) -> Decoder:
         ValueError: another type, or a width that is no multiple of 32.
     """
     _check_decoder(model)
-    if dtype not in FORMATS:
-        raise ValueError(f"dtype: expected one of {', '.join(FORMATS)}, got {dtype!r}.")
+    if dtype not in QUANTISED_DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(QUANTISED_DTYPES)}, got {dtype!r}.")
     copy = nnx.merge(*nnx.split(model))  # shares the arrays
     for _, module in nnx.iter_modules(copy):
         _pack(module, dtype)

@@ -13,16 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from pjax.base import ActivationStats, LowRankPredictor, PackedMatrix, Placement, PredictorReport, Predictors
+from pjax.base import ActivationStats, LowRankPredictor, Placement, PredictorReport, Predictors
+from pjax.weights import BFLOAT16, PackedMatrix
 
 RECORD = "__record__"
 """Name of the JSON record among the arrays."""
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-"""Importing ml_dtypes is what teaches NumPy this type; its files do not know it."""
 
 
 class Artefact(NamedTuple):

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PRELUDE = """
 import warnings, jax, jax.numpy as jnp, numpy as np
 from pjax import ops
-from pjax.base import Ffn
+from pjax.weights import Ffn
 rng = np.random.default_rng(0)
 weights = [jnp.asarray(rng.standard_normal((1500, 257)) / 16, jnp.bfloat16) for _ in range(3)]
 ffn, x = Ffn(*weights), jnp.asarray(rng.standard_normal((3, 257)), jnp.float32)

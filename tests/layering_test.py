@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "model_config": 0,
     "memory": 0,
+    "weights": 0,
     "base": 0,
     "settings": 1,
     "workdir": 1,
@@ -45,6 +46,7 @@ FLOORS = {
 
 SAME_FLOOR = {
     ("base", "model_config"),
+    ("base", "weights"),
     ("model", "layers"),
     ("storage", "layers"),
     ("storage", "model"),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pjax import ops
-from pjax.base import Ffn
 from pjax.ops import ffi
 from pjax.ops.dispatch import make_operator
+from pjax.weights import Ffn
 
 IMPLEMENTATIONS = ("reference", "cpu")
 DTYPES = (jnp.float32, jnp.bfloat16)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import pjax
 from pjax import ops
-from pjax.base import Ffn
 from pjax.executor import OneProgram, TwoPrograms
 from pjax.ops import packed
+from pjax.weights import Ffn, row_bytes
 from tests.tiny_model import tiny_decoder, tiny_ids
 
 FORMATS = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
@@ -60,7 +60,7 @@ def read_weight(row: np.ndarray, format: str, width: int, index: int) -> float:
 def test_same_codes_and_scales_as_gguf(format, width):
     weight = random_rows(5, width)
     matrix = ops.pack_matrix(jnp.asarray(weight), format)
-    assert matrix.rows.shape == (5, packed.row_bytes(format, width))
+    assert matrix.rows.shape == (5, row_bytes(format, width))
     stored = gguf.quants.quantize(weight, FORMATS[format])
     np.testing.assert_array_equal(ops.unpack_matrix(matrix), gguf.quants.dequantize(stored, FORMATS[format]))
     codes, scales = packed.unpack_codes(matrix.rows, format, width)

@@ -14,9 +14,10 @@ import scipy.sparse
 from hypothesis import strategies as st
 
 from pjax import placement
-from pjax.base import ActivationStats, Ffn, HardwareSpec
+from pjax.base import ActivationStats, HardwareSpec
 from pjax.model_config import ModelConfig, Rope
 from pjax.placement import min_hot_neurons, neuron_bytes, solve_placement
+from pjax.weights import Ffn
 
 NUM_TOKENS = 1000
 

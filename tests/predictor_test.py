@@ -245,7 +245,7 @@ def test_weight_types(dtype, error):
     [
         (("q4_0", 48, None), "q4_0 needs a model width and a rank that are multiples of 32, got 48 and None"),
         (("q8_0", 64, 40), "q8_0 needs a model width and a rank that are multiples of 32, got 64 and 40"),
-        (("int8", 64, 32), "dtype: expected float32, bfloat16, float16, q8_0 or q4_0, got 'int8'"),
+        (("int8", 64, 32), "dtype: expected one of float32, bfloat16, float16, q8_0, q4_0, got 'int8'"),
     ],
 )
 def test_widths_that_a_type_cannot_have(arguments, message):

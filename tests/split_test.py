@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pjax import ops
-from pjax.base import Ffn
 from pjax.split import (
     SplitFfn,
     check_neuron_tables,
@@ -15,6 +14,7 @@ from pjax.split import (
     split_ffn,
     unpack_mask,
 )
+from pjax.weights import Ffn
 
 NEURONS, MODEL = 19, 6
 HOT_MASKS = {

@@ -13,11 +13,12 @@ from flax import nnx
 
 from pjax import ops
 from pjax.attention import KvCache
-from pjax.base import AnyArray, DecodeState, Ffn, LowRankPredictor, Mode, Predictors, SampleFn
+from pjax.base import AnyArray, DecodeState, LowRankPredictor, Mode, Predictors, SampleFn
 from pjax.executor.common import check_mode, count_rows, empty_caches, last_rows, reserve
 from pjax.model import Decoder, join, prompt_positions
 from pjax.predictor import predict_mask
 from pjax.split import pack_mask, split_ffn, unpack_mask
+from pjax.weights import Ffn
 
 ASYNC_FLOPS = 1024
 """XLA:CPU runs a program of fewer than 1000 counted operations inside the Python call that starts it, and

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -18,12 +17,13 @@ from pjax.formats.checkpoint import Checkpoint, SourceTensor, StoredPredictors
 from pjax.formats.gguf_config import ARCHITECTURES, Architecture, find_architecture, read_gguf_config
 from pjax.formats.gguf_file import GgufFile, GgufTensor, open_gguf
 from pjax.model_config import ModelConfig
+from pjax.weights import BFLOAT16
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT_TYPES = {
     GGMLQuantizationType.F32: _FLOAT32,
     GGMLQuantizationType.F16: np.dtype(np.float16),
-    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+    GGMLQuantizationType.BF16: BFLOAT16,
 }
 """Types that are kept; all others become float32."""
 

@@ -6,14 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from pjax.formats.checkpoint import SourceTensor
 from pjax.memory import aligned_empty
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-"""Importing ml_dtypes is what teaches NumPy this type."""
+from pjax.weights import BFLOAT16
 
 _PIECE_BYTES = 4 << 20  # Hides what a step costs, and stays small beside the smallest models worth mapping.
 _TILE = (64, 1024)  # Rows and columns turned at a time: whole cache lines both ways; the fastest of some.

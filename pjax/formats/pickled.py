@@ -17,7 +17,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from pjax.formats.files import describe_content
-from pjax.formats.mapped import BFLOAT16, map_file
+from pjax.formats.mapped import map_file
+from pjax.weights import BFLOAT16
 
 _STORAGE_TYPES = {
     "FloatStorage": np.dtype(np.float32),

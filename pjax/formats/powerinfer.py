@@ -15,9 +15,9 @@ from pjax.formats.checkpoint import SourceTensor, StoredPredictors
 from pjax.formats.files import expand_path, read_json
 from pjax.formats.gguf_file import GgufFile, GgufTensor, open_gguf
 from pjax.formats.gguf_model import read_gguf
-from pjax.formats.mapped import BFLOAT16
 from pjax.formats.pickled import read_pickle
 from pjax.model_config import ModelConfig
+from pjax.weights import BFLOAT16
 
 _FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -12,8 +12,9 @@ import numpy as np
 
 from pjax.formats.checkpoint import SourceTensor
 from pjax.formats.files import describe_content, read_json
-from pjax.formats.mapped import BFLOAT16, map_file
+from pjax.formats.mapped import map_file
 from pjax.formats.pickled import read_pickle
+from pjax.weights import BFLOAT16
 
 SINGLE_FILE = "model.safetensors"
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pjax.base import AnyFfn, Matrix, PackedFfn, PackedMatrix
 from pjax.model_config import SPARSE_ACTIVATIONS, Activation
-from pjax.ops.packed import check_format, row_bytes
+from pjax.ops.packed import check_format
+from pjax.weights import AnyFfn, Matrix, PackedFfn, PackedMatrix, row_bytes
 
 
 def check_ffn(ffn: AnyFfn) -> None:

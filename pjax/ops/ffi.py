@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pjax.base import AnyFfn, Matrix, PackedFfn, PackedMatrix
 from pjax.model_config import Activation
+from pjax.weights import AnyFfn, Matrix, PackedFfn, PackedMatrix
 
 WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint8)
 """Types of arrays of weights that the kernels read; uint8 are packed rows."""

@@ -4,9 +4,9 @@ import functools
 
 import jax
 
-from pjax.base import Matrix
 from pjax.ops import checks, ffi, reference
 from pjax.ops.dispatch import Implementation, dispatch, make_operator
+from pjax.weights import Matrix
 
 MAX_MATVEC_TOKENS = 16
 """The kernel reads the weight once a token, at the rate of memory; XLA's matrix product reads it once, and

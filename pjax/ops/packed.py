@@ -14,13 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pjax.base import AnyFfn, Ffn, PackedFfn, PackedMatrix
-
-BLOCK = 32
-"""Numbers that share a scale; fixed by the file formats."""
-
-FORMATS = ("q8_0", "q4_0")
-"""Quantised weight types, from most to fewest bits."""
+from pjax.weights import BLOCK, QUANTISED_DTYPES, AnyFfn, Ffn, PackedFfn, PackedMatrix
 
 _GROUP = 16  # Blocks side by side: the 32-bit lanes of a 512-bit register.
 
@@ -30,19 +24,14 @@ _CODES = {"q8_0": (8, 4), "q4_0": (4, 2, 4)}
 are the low and high half of byte b of its lane in vector v."""
 
 
-def row_bytes(format: str, width: int) -> int:
-    """Bytes of a packed row of `width` numbers."""
-    return width // BLOCK * (_code_bytes(format) + 2)
-
-
 def _code_bytes(format: str) -> int:
     return BLOCK if format == "q8_0" else BLOCK // 2
 
 
 def check_format(format: str, width: int, name: str) -> None:
     """Raises ValueError unless rows of that width can have that type."""
-    if format not in FORMATS:
-        raise ValueError(f"format: expected one of {list(FORMATS)}, got {format!r}.")
+    if format not in QUANTISED_DTYPES:
+        raise ValueError(f"format: expected one of {list(QUANTISED_DTYPES)}, got {format!r}.")
     if width % BLOCK or width == 0:
         raise ValueError(f"{name}: expected a width that is a multiple of {BLOCK} for {format}, got {width}.")
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pjax.base import AnyFfn, Ffn, FfnCounts, Matrix, PackedFfn, PackedMatrix
+from pjax.base import FfnCounts
 from pjax.model_config import Activation
 from pjax.ops.packed import round_input, unpack_ffn, unpack_matrix
+from pjax.weights import AnyFfn, Ffn, Matrix, PackedFfn, PackedMatrix
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pjax.base import AnyFfn, FfnCounts
+from pjax.base import FfnCounts
 from pjax.model_config import Activation
 from pjax.ops import checks, ffi, reference
 from pjax.ops.dispatch import Implementation, check_implementation, make_operator
 from pjax.ops.matvec import MAX_MATVEC_TOKENS
+from pjax.weights import AnyFfn
 
 
 def sparse_ffn(
