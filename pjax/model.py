@@ -1,4 +1,4 @@
-"""The one decoder, in Flax NNX, that covers every family by its config; and loading it."""
+"""The one decoder, in Flax NNX, that covers every family by its config."""
 
 from typing import NamedTuple
 
@@ -56,11 +56,9 @@ class Linear(nnx.Module):
 
     def rows(self, ids: jax.Array) -> jax.Array:
         """The weight's rows with these numbers: int32 [...] -> float32 [..., in]."""
-        rows = self.weight[...][ids]
-        if self.format is None:
-            return rows.astype(jnp.float32)
-        flat = PackedMatrix(rows.reshape(-1, rows.shape[-1]), self.format, self.width)
-        return ops.unpack_matrix(flat).reshape(*ids.shape, self.width)
+        rows = self.matrix[ids.reshape(-1)]
+        floats = ops.unpack_matrix(rows) if isinstance(rows, PackedMatrix) else rows.astype(jnp.float32)
+        return floats.reshape(*ids.shape, self.width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """See the class."""

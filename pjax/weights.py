@@ -108,7 +108,7 @@ class PackedMatrix:
         return self.rows.nbytes
 
     def __getitem__(self, ids: jax.Array) -> "PackedMatrix":
-        """The rows with these numbers, int [...]."""
+        """The rows with these numbers, int [rows]."""
         return dataclasses.replace(self, rows=self.rows[ids])
 
 

@@ -1,6 +1,7 @@
 """The canonical names and shapes of a decoder's weights, which every file format is mapped to."""
 
 import re
+from typing import NamedTuple
 
 from pjax.model_config import ModelConfig
 
@@ -27,14 +28,30 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def split_layer(name: str) -> tuple[str, str]:
-    """Returns a name with its layer number replaced by N, and that number; "" outside the layers.
+QKV = ("layers.N.attention.q", "layers.N.attention.k", "layers.N.attention.v")
+"""The modules that some files store as one tensor."""
 
-    Args:
-        name: for example `layers.3.ffn.up`, which gives (`layers.N.ffn.up`, `3`).
+
+class NameParts(NamedTuple):
+    """What a canonical name says.
+
+    Attributes:
+        module: what holds the weight and perhaps a bias, with N for the layer: `layers.N.ffn.up`.
+        layer: its number; 0 outside the layers.
+        is_bias: whether it is the bias.
     """
-    found = re.match(r"layers\.(\d+)\.", name)
-    return (f"layers.N.{name[found.end() :]}", found[1]) if found else (name, "")
+
+    module: str
+    layer: int
+    is_bias: bool
+
+
+def split_name(name: str) -> NameParts:
+    """Takes a canonical name apart: `layers.3.ffn.up_bias` -> (`layers.N.ffn.up`, 3, True)."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    pattern = f"layers.N.{name[layer.end() :]}" if layer else name
+    module = re.sub(r"[._](scale|weight|bias)$", "", pattern)
+    return NameParts(module, int(layer[1]) if layer else 0, pattern.endswith("bias"))
 
 
 def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:

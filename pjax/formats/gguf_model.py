@@ -12,7 +12,7 @@ import numpy as np
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from pjax.formats.canonical import split_layer, weight_shapes
+from pjax.formats.canonical import QKV, split_name, weight_shapes
 from pjax.formats.checkpoint import Checkpoint, SourceTensor, StoredPredictors
 from pjax.formats.gguf_config import ARCHITECTURES, Architecture, find_architecture, read_gguf_config
 from pjax.formats.gguf_file import GgufFile, GgufTensor, open_gguf
@@ -124,18 +124,17 @@ def _match_tensors(file: GgufFile, config: ModelConfig) -> dict[str, SourceTenso
 
 
 def _file_name(name: str, file: GgufFile, architecture: Architecture) -> str:
-    pattern, layer = split_layer(name)
-    leaf = "bias" if pattern.endswith("bias") else "weight"
-    module = _MODULES[re.sub(r"[._](scale|weight|bias)$", "", pattern)].format(n=layer)
-    if architecture.fused_qkv and re.search(r"\.attention\.[qkv]\.", name):
-        module = f"blk.{layer}.attn_qkv"
+    module, layer, is_bias = split_name(name)
+    found = _MODULES[module].format(n=layer)
+    if architecture.fused_qkv and module in QKV:
+        found = f"blk.{layer}.attn_qkv"
     if architecture.block == "parallel":  # 7B and 11B have one norm for attention and FFN
         second = f"blk.{layer}.attn_norm_2"
-        is_split = pattern.startswith("layers.N.attention_norm") and f"{second}.weight" in file.tensors
-        module = second if is_split else module.replace("ffn_norm", "attn_norm")
-    if pattern.startswith("layers.N.ffn.down") and f"{module}_t.weight" in file.tensors:
-        module = f"{module}_t"
-    return f"{module}.{leaf}"
+        is_split = module == "layers.N.attention_norm" and f"{second}.weight" in file.tensors
+        found = second if is_split else found.replace("ffn_norm", "attn_norm")
+    if module == "layers.N.ffn.down" and f"{found}_t.weight" in file.tensors:
+        found = f"{found}_t"
+    return f"{found}.{'bias' if is_bias else 'weight'}"
 
 
 class _Layout(NamedTuple):
@@ -155,15 +154,14 @@ class _Layout(NamedTuple):
 def _find_layout(
     name: str, shape: tuple[int, ...], file_name: str, architecture: Architecture, config: ModelConfig
 ) -> _Layout:
-    pattern, _ = split_layer(name)
-    if pattern == "layers.N.ffn.down" and "_t." not in file_name:
+    module, _, is_bias = split_name(name)
+    if module == "layers.N.ffn.down" and not is_bias and "_t." not in file_name:
         return _Layout(shape[::-1], to_canonical=np.transpose)
-    part = re.match(r"layers\.N\.attention\.([qkv])\.", pattern)
-    if part and architecture.fused_qkv:
+    if module in QKV and architecture.fused_qkv:
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        first = {"q": 0, "k": queries, "v": queries + keys}[part[1]]
+        first = (0, queries, queries + keys)[QKV.index(module)]
         return _Layout((queries + 2 * keys, *shape[1:]), slice(first, first + shape[0]))
-    if part and part[1] != "v" and architecture.pairs_adjacent and config.rope:
+    if module in QKV[:2] and architecture.pairs_adjacent and config.rope:
         separate = partial(_separate_pairs, head_dim=config.head_dim, width=config.rope.width)
         return _Layout(shape, to_canonical=separate)
     return _Layout(shape)

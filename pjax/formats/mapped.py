@@ -1,4 +1,4 @@
-"""Files mapped into memory, and weights copied out of them piece by piece, so that no file stays resident."""
+"""Files mapped into memory, and weights read out of them piece by piece, so that no file stays there."""
 
 import mmap
 from collections.abc import Iterator
@@ -60,37 +60,37 @@ def load_array(tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
     """
     source = tensor.read()
     target = aligned_empty(source.shape, dtype)
-    # Along the file, whichever way the weight lies in it: only then can pages be dropped behind.
+    # Along the file, whichever way the weight lies in it: a piece is then read at once, or its pages dropped.
     turned = source.ndim == 2 and source.strides[0] < source.strides[1]
     pieces = list(_pieces(source.T, target.T) if turned else _pieces(source, target))
 
-    place = _place_in_file(source.T if turned else source)
-
-    def copy(number: int) -> None:
-        piece, goal = pieces[number]
-        _check_not_shrunk(tensor, piece)
-        if place is not None:
-            # By the system's own copying: a page of the mapping costs a fault when it is first looked at.
-            start = place + sum(p.nbytes for p, _ in pieces[:number])
-            same = not turned and piece.dtype == dtype
-            scratch = goal if same else np.empty(piece.shape, piece.dtype)
-            _read_into(tensor, scratch, start)
-            if same:
-                return
-            piece = scratch
+    def copy(piece: tuple[np.ndarray, np.ndarray]) -> None:
         try:
-            _copy_piece(piece, goal, turned)
+            _load_piece(tensor, *piece, turned)
         except FloatingPointError as error:
             message = "holds values beyond float16's range; ask for bfloat16 or float32."
             raise ValueError(f"{tensor.file}: {tensor.name} {message}") from error
-        drop_pages(pieces[number][0])
 
     if len(pieces) == 1:
-        copy(0)
+        copy(pieces[0])
     else:
-        list(_POOL.map(copy, range(len(pieces))))
+        list(_POOL.map(copy, pieces))
     target.flags.writeable = False
     return target
+
+
+def _load_piece(tensor: SourceTensor, source: np.ndarray, target: np.ndarray, turned: bool) -> None:
+    _check_not_shrunk(tensor, source)
+    place = _place_in_file(source)
+    if place is None:
+        _copy_piece(source, target, turned)
+        drop_pages(source)
+    elif source.dtype == target.dtype and not turned:
+        _read_into(tensor, target, place)
+    else:
+        read = np.empty(source.shape, source.dtype)
+        _read_into(tensor, read, place)
+        _copy_piece(read, target, turned)
 
 
 def _mapping_of(view: np.ndarray) -> mmap.mmap | None:
@@ -101,7 +101,10 @@ def _mapping_of(view: np.ndarray) -> mmap.mmap | None:
 
 
 def _place_in_file(view: np.ndarray) -> int | None:
-    """Where the bytes of a contiguous view of a mapped file begin in the file; None for any other array."""
+    """Where the bytes of a contiguous view of a mapped file begin in the file; None for any other array.
+
+    They are read from there, and not by looking at them: each page would cost a fault.
+    """
     mapping = _mapping_of(view)
     if mapping is None or not view.flags.c_contiguous or not view.size:
         return None

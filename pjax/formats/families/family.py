@@ -1,11 +1,10 @@
 """What there is to know about a family of checkpoints, and what all of them have in common."""
 
 import math
-import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from pjax.formats.canonical import split_layer
+from pjax.formats.canonical import split_name
 from pjax.formats.config_file import ConfigFile
 from pjax.model_config import ModelConfig, Rope
 
@@ -53,11 +52,9 @@ class Family(NamedTuple):
 
     def file_name(self, name: str, config: ModelConfig, names: Collection[str]) -> str:
         """Returns the name in the file of the weight with a canonical name."""
-        pattern, layer = split_layer(name)
-        leaf = "bias" if pattern.endswith("bias") else "weight"
-        module = re.sub(r"[._](scale|weight|bias)$", "", pattern)
-        n = int(layer or 0)
+        module, n, is_bias = split_name(name)
         template = self.modules(config, names)[module]
+        leaf = "bias" if is_bias else "weight"
         return f"{template.format(n=n, before=n - 1, last=config.layers - 1)}.{leaf}"
 
 
