@@ -28,7 +28,7 @@ from pjax.formats.canonical import weight_shapes
 from pjax.model_config import ModelConfig
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_llama, tiny_opt
-from tests.tiny_powerinfer import save_tensors
+from tests.tiny_pickle import save_tensors
 from tests.tiny_tokenizer import LIBRARIES
 
 _COLLECTED = Path(__file__).parents[1] / "tests" / "data"

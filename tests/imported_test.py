@@ -27,9 +27,9 @@ from pjax.profiler import measure_predictors
 from pjax.settings import make_settings
 from tests.cases import find_case
 from tests.tiny_model import tiny_ids
+from tests.tiny_pickle import save_tensors
 from tests.tiny_powerinfer import (
     KINDS,
-    save_tensors,
     write_all,
     write_predictors,
     write_split,

@@ -1,6 +1,5 @@
 """PyTorch's files without PyTorch: its tensors arrive, and nothing that a pickle asks for is run."""
 
-import io
 import json
 import os
 import pickle
@@ -17,86 +16,7 @@ from pjax.formats import read_checkpoint
 from pjax.formats.pickled import read_pickle
 from tests.cases import find_case
 from tests.tiny import assert_same, by_file_name, tiny_opt
-
-STORAGES = {
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "bool": "BoolStorage",
-}
-
-
-class _Name:
-    """Pickled as a global that need not exist here."""
-
-    def __init__(self, module: str, name: str):
-        self.module, self.name = module, name
-
-
-class _Call:
-    """Pickled as a call of a global, and perhaps of its __setstate__ thereafter."""
-
-    def __init__(self, function: object, *args: object, state: object = None):
-        self.function, self.args, self.state = function, args, state
-
-
-class _Storage:
-    """Pickled as a persistent id."""
-
-    def __init__(self, dtype: str, key: str, length: int):
-        self.pid = ("storage", _Name("torch", STORAGES[dtype]), key, "cpu", length)
-
-
-class _Pickler(pickle._Pickler):  # the one in Python, which lets a test write what it likes
-    dispatch = pickle._Pickler.dispatch.copy()
-
-    def persistent_id(self, obj):
-        return obj.pid if isinstance(obj, _Storage) else None
-
-    def _save_name(self, obj):
-        self.write(b"c" + f"{obj.module}\n{obj.name}\n".encode())
-
-    def _save_call(self, obj):
-        self.save(obj.function)
-        self.save(obj.args)
-        self.write(b"R")
-        if obj.state is not None:
-            self.save(obj.state)
-            self.write(b"b")
-
-    dispatch[_Name], dispatch[_Call] = _save_name, _save_call
-
-
-def _pickled(value: object) -> bytes:
-    stream = io.BytesIO()
-    _Pickler(stream, 2).dump(value)
-    return stream.getvalue()
-
-
-def _tensor(dtype: str, key: str, length: int, shape, strides=None, offset=0):
-    if strides is None:
-        strides = tuple(int(np.prod(shape[i + 1 :], dtype=int)) for i in range(len(shape)))
-    rebuild = _Name("torch._utils", "_rebuild_tensor_v2")
-    hooks = _Call(_Name("collections", "OrderedDict"))
-    return _Call(rebuild, _Storage(dtype, key, length), offset, shape, strides, False, hooks)
-
-
-def _write(file, value, storages=(), compression=zipfile.ZIP_STORED, extra=()):
-    """Writes what torch.save would."""
-    with zipfile.ZipFile(file, "w", compression) as archive:
-        archive.writestr("a/data.pkl", value if isinstance(value, bytes) else _pickled(value))
-        for key, array in dict(storages).items():
-            archive.writestr(f"a/data/{key}", array.tobytes())
-        for name, content in dict(extra).items():
-            archive.writestr(f"a/{name}", content)
-
-
-def _write_state(file, tensors):
-    state = {
-        name: _tensor(str(a.dtype), str(i), a.size, a.shape) for i, (name, a) in enumerate(tensors.items())
-    }
-    _write(file, state, {str(i): a for i, a in enumerate(tensors.values())})
+from tests.tiny_pickle import Call, Name, Storage, pickled, save_tensors, stored_tensor, write_archive
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.bool_])
@@ -104,11 +24,11 @@ def _write_state(file, tensors):
 def test_types_and_shapes(tmp_path, dtype, shape):
     """Each element type and any shape, with the containers around it."""
     array = np.random.default_rng(0).normal(size=shape).astype(dtype)
-    parameter = _Call(
-        _Name("torch._utils", "_rebuild_parameter"), _tensor(str(array.dtype), "0", array.size, shape)
+    parameter = Call(
+        Name("torch._utils", "_rebuild_parameter"), stored_tensor(str(array.dtype), "0", array.size, shape)
     )
-    state = _Call(_Name("collections", "OrderedDict"), state={"_metadata": {"version": 1}})
-    _write(tmp_path / "x.pt", {"a": [parameter, (1, "b", None, 2.5)], "c": state}, {"0": array})
+    state = Call(Name("collections", "OrderedDict"), state={"_metadata": {"version": 1}})
+    write_archive(tmp_path / "x.pt", {"a": [parameter, (1, "b", None, 2.5)], "c": state}, {"0": array})
     found = read_pickle(tmp_path / "x.pt")
     assert found["a"][1] == (1, "b", None, 2.5) and found["c"] == {}
     assert (found["a"][0].dtype, found["a"][0].shape) == (array.dtype, shape)
@@ -119,33 +39,33 @@ def test_views_of_one_storage(tmp_path):
     """Transposed tensors and parts of others have strides and offsets; none reaches beyond its storage."""
     base = np.arange(24, dtype=np.float32)
     good = {
-        "turned": (_tensor("float32", "0", 24, (6, 4), (1, 6)), base.reshape(4, 6).T),
+        "turned": (stored_tensor("float32", "0", 24, (6, 4), (1, 6)), base.reshape(4, 6).T),
         "part": (
-            _tensor("float32", "0", 24, (2, 3), (6, 2), offset=7),
+            stored_tensor("float32", "0", 24, (2, 3), (6, 2), offset=7),
             base[7:].reshape(-1)[:12].reshape(2, 6)[:, :6:2],
         ),
-        "end": (_tensor("float32", "0", 24, (1,), offset=23), base[23:]),
+        "end": (stored_tensor("float32", "0", 24, (1,), offset=23), base[23:]),
     }
-    _write(tmp_path / "x.pt", {name: tensor for name, (tensor, _) in good.items()}, {"0": base})
+    write_archive(tmp_path / "x.pt", {name: tensor for name, (tensor, _) in good.items()}, {"0": base})
     found = read_pickle(tmp_path / "x.pt")
     for name, (_, expected) in good.items():
         np.testing.assert_array_equal(found[name], expected, err_msg=name)
     for tensor in (
-        _tensor("float32", "0", 24, (25,)),
-        _tensor("float32", "0", 24, (1,), offset=24),
-        _tensor("float32", "0", 24, (2, 2), (23, 1)),
-        _tensor("float32", "0", 24, (10**12,), (0,)),
-        _tensor("float32", "0", 24, (2,), (-1,), offset=3),
-        _tensor("float32", "0", 24, (2,), (1, 1)),
-        _tensor("float32", "0", 24, (True,), (1,)),
-        _tensor("float32", "0", 24, ("4",), (1,)),
-        _tensor("float32", "0", 25, (4,)),
-        _tensor("float32", "1", 24, (4,)),
-        _Storage("float32", "0", -1),
-        _Call(_Name("torch._utils", "_rebuild_tensor_v2"), base.size, 0, (1,), (1,)),
-        _Call(_Name("torch", "FloatStorage")),
+        stored_tensor("float32", "0", 24, (25,)),
+        stored_tensor("float32", "0", 24, (1,), offset=24),
+        stored_tensor("float32", "0", 24, (2, 2), (23, 1)),
+        stored_tensor("float32", "0", 24, (10**12,), (0,)),
+        stored_tensor("float32", "0", 24, (2,), (-1,), offset=3),
+        stored_tensor("float32", "0", 24, (2,), (1, 1)),
+        stored_tensor("float32", "0", 24, (True,), (1,)),
+        stored_tensor("float32", "0", 24, ("4",), (1,)),
+        stored_tensor("float32", "0", 25, (4,)),
+        stored_tensor("float32", "1", 24, (4,)),
+        Storage("float32", "0", -1),
+        Call(Name("torch._utils", "_rebuild_tensor_v2"), base.size, 0, (1,), (1,)),
+        Call(Name("torch", "FloatStorage")),
     ):
-        _write(tmp_path / "x.pt", {"x": tensor}, {"0": base})
+        write_archive(tmp_path / "x.pt", {"x": tensor}, {"0": base})
         with pytest.raises(ValueError, match=re.escape(str(tmp_path / "x.pt"))):
             read_pickle(tmp_path / "x.pt")
 
@@ -163,7 +83,7 @@ def test_commands_are_not_run(tmp_path, protocol):
     """The file and the function that it asks for are named; nothing happened."""
     marker = tmp_path / "ran"
     for function, argument in ((os.system, f"touch {marker}"), (eval, f"open({str(marker)!r}, 'w')")):
-        _write(tmp_path / "x.bin", pickle.dumps({"x": _Command(function, argument)}, protocol))
+        write_archive(tmp_path / "x.bin", pickle.dumps({"x": _Command(function, argument)}, protocol))
         with pytest.raises(ValueError, match=r"x\.bin: .*(asks for \w+\.(system|eval)|operation)"):
             read_pickle(tmp_path / "x.bin")
         assert not marker.exists()
@@ -172,16 +92,16 @@ def test_commands_are_not_run(tmp_path, protocol):
 @pytest.mark.parametrize(
     "value",
     [
-        _Call(_Name("torch._utils", "_rebuild_tensor_v2.__globals__")),
-        _Call(_Name("collections", "OrderedDict.__init__")),
-        _Call(_Name("builtins", "getattr"), "a", "b"),
-        _Call(_Name("torch.nn.modules.linear", "Linear")),
-        _Call(_Name("functools", "partial"), _Name("collections", "OrderedDict")),
+        Call(Name("torch._utils", "_rebuild_tensor_v2.__globals__")),
+        Call(Name("collections", "OrderedDict.__init__")),
+        Call(Name("builtins", "getattr"), "a", "b"),
+        Call(Name("torch.nn.modules.linear", "Linear")),
+        Call(Name("functools", "partial"), Name("collections", "OrderedDict")),
     ],
 )
 def test_other_names_are_refused(tmp_path, value):
     """Only the few names of tensors are known, not what hangs on them."""
-    _write(tmp_path / "x.pt", {"x": value})
+    write_archive(tmp_path / "x.pt", {"x": value})
     with pytest.raises(ValueError, match="asks for .*, which no tensor needs"):
         read_pickle(tmp_path / "x.pt")
 
@@ -213,7 +133,7 @@ def test_other_names_are_refused(tmp_path, value):
 )
 def test_damaged_pickles(tmp_path, stream):
     """Whatever the stream does, it is one error that names the file."""
-    _write(tmp_path / "x.pt", stream)
+    write_archive(tmp_path / "x.pt", stream)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / "x.pt"))):
         read_pickle(tmp_path / "x.pt")
 
@@ -221,8 +141,8 @@ def test_damaged_pickles(tmp_path, stream):
 def test_broken_archives(tmp_path):
     """Cut anywhere, compressed, big-endian, without its object: refused by name."""
     file, array = tmp_path / "x.pt", np.arange(300, dtype=np.float32)
-    state = {"x": _tensor("float32", "0", 300, (300,))}
-    _write(file, state, {"0": array}, extra={"byteorder": "little"})
+    state = {"x": stored_tensor("float32", "0", 300, (300,))}
+    write_archive(file, state, {"0": array}, extra={"byteorder": "little"})
     np.testing.assert_array_equal(read_pickle(file)["x"], array)
     whole = file.read_bytes()
     for size in range(0, len(whole), 7):
@@ -233,7 +153,7 @@ def test_broken_archives(tmp_path):
     with pytest.raises(ValueError, match="check sum of data.pkl"):
         read_pickle(file)
     for options in ({"compression": zipfile.ZIP_DEFLATED}, {"extra": {"byteorder": "big"}}):
-        _write(file, state, {"0": array}, **options)
+        write_archive(file, state, {"0": array}, **options)
         with pytest.raises(ValueError, match="compressed|big-endian"):
             read_pickle(file)
     with zipfile.ZipFile(file, "w") as archive:
@@ -253,7 +173,9 @@ def test_broken_archives(tmp_path):
 def test_mutated_archives_never_crash(tmp_path):
     """A changed byte gives the object, another one, or the one kind of error."""
     file, rng = tmp_path / "x.pt", np.random.default_rng(0)
-    _write(file, {"x": _tensor("float32", "0", 6, (2, 3))}, {"0": np.arange(6, dtype=np.float32)})
+    write_archive(
+        file, {"x": stored_tensor("float32", "0", 6, (2, 3))}, {"0": np.arange(6, dtype=np.float32)}
+    )
     whole = np.frombuffer(file.read_bytes(), np.uint8)
     for _ in range(1000):
         mutated = whole.copy()
@@ -272,19 +194,19 @@ def test_model_folders(tmp_path):
     single.write_bytes(b"never looked at")
     assert_same(by_file_name(read_checkpoint(tmp_path / "m")), tensors)
     safe.unlink()
-    _write_state(single, tensors)
+    save_tensors(single, tensors)
     assert_same(by_file_name(read_checkpoint(tmp_path / "m")), tensors)
     single.unlink()
     weight_map = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(tensors)}
     for shard in set(weight_map.values()):
-        _write_state(tmp_path / "m" / shard, {n: a for n, a in tensors.items() if weight_map[n] == shard})
+        save_tensors(tmp_path / "m" / shard, {n: a for n, a in tensors.items() if weight_map[n] == shard})
     index = tmp_path / "m" / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert_same(by_file_name(read_checkpoint(tmp_path / "m")), tensors)
     (tmp_path / "m" / "pytorch_model-1.bin").unlink()
     with pytest.raises(FileNotFoundError, match="pytorch_model-1.bin is missing"):
         read_checkpoint(tmp_path / "m")
-    _write(single, [1, 2])
+    write_archive(single, [1, 2])
     with pytest.raises(
         ValueError, match="pytorch_model.bin: expected a dict of names and tensors, found a list"
     ):
@@ -302,13 +224,16 @@ def _legacy(value: object, storages: dict[str, np.ndarray]) -> bytes:
     machine = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"int": 4}}
     pickles = (0x1950A86A20F9469CFC6C, 1001, machine, value, list(storages))
     data = (struct.pack("<q", array.size) + array.tobytes() for array in storages.values())
-    return b"".join([*map(_pickled, pickles), *data])
+    return b"".join([*map(pickled, pickles), *data])
 
 
 def test_legacy_files(tmp_path):
     """Files from before the zip archives are read too, and noticed when cut."""
     arrays = {"7": np.arange(5, dtype=np.float16), "3": np.arange(8, dtype=np.float32)}
-    state = {"b": _tensor("float32", "3", 8, (2, 2), offset=4), "a": _tensor("float16", "7", 5, (5,))}
+    state = {
+        "b": stored_tensor("float32", "3", 8, (2, 2), offset=4),
+        "a": stored_tensor("float16", "7", 5, (5,)),
+    }
     whole = _legacy(state, arrays)
     file = tmp_path / "x.bin"
     file.write_bytes(whole)
@@ -318,7 +243,7 @@ def test_legacy_files(tmp_path):
         file.write_bytes(whole[:size])
         with pytest.raises(ValueError, match="x.bin"):
             read_pickle(file)
-    file.write_bytes(_legacy({"x": _Call(_Name("os", "system"), "true")}, {}))
+    file.write_bytes(_legacy({"x": Call(Name("os", "system"), "true")}, {}))
     with pytest.raises(ValueError, match="asks for os.system"):
         read_pickle(file)
 

@@ -10,8 +10,8 @@ from pjax.imported import (
 )
 from tests.cases import find_case
 from tests.tiny_model import tiny_config
+from tests.tiny_pickle import save_tensors
 from tests.tiny_powerinfer import (
-    save_tensors,
     write_all,
     write_counts,
     write_predictors,

@@ -1,7 +1,5 @@
 """Tiny models as PowerInfer has them: GGUF file, predictors, statistics and split, written without pjax."""
 
-import struct
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ from gguf import GGMLQuantizationType, quants
 from pjax.model import Decoder
 from pjax.model_config import Rope
 from tests.tiny_model import tiny_decoder
+from tests.tiny_pickle import save_tensors
 
 LETTERS = [" ", *"abcdefghijklmnopqrstuvwxyz"]
 SHAPE = dict(vocab=259 + len(LETTERS), model=32, neurons=(96, 96), head_dim=8, context=64, rope=Rope(1e4, 8))
@@ -20,12 +19,6 @@ RANK = 32
 KINDS = {
     "llama": {},
     "falcon": dict(family="falcon", gated=False, norm="layer", norm_bias=True, block="parallel"),
-}
-STORAGES = {
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
 }
 
 
@@ -194,34 +187,3 @@ def _finish(writer: gguf.GGUFWriter, file: Path) -> None:
     writer.close()
     with file.open("r+b") as stream:
         stream.write(b"PWRI")
-
-
-def save_tensors(file: Path, value: np.ndarray | dict[str, np.ndarray]) -> None:
-    """Writes what `torch.save` would, opcode by opcode."""
-    arrays = value if isinstance(value, dict) else {"": value}
-    parts = [_tensor_opcodes(str(i), array) for i, array in enumerate(arrays.values())]
-    if isinstance(value, dict):
-        items = [_text(name) + part + b"s" for name, part in zip(arrays, parts, strict=True)]
-        parts = [b"}", *items]
-    with zipfile.ZipFile(file, "w") as archive:
-        members = {"data.pkl": b"\x80\x02" + b"".join(parts) + b"."}
-        members |= {f"data/{i}": array.tobytes() for i, array in enumerate(arrays.values())}
-        for name, content in members.items():  # without the time, so that the same is the same
-            archive.writestr(zipfile.ZipInfo(f"{file.stem}/{name}"), content)
-
-
-def _tensor_opcodes(key: str, array: np.ndarray) -> bytes:
-    storage_type = b"ctorch\n" + STORAGES[str(array.dtype)].encode() + b"\n"
-    storage = b"(" + _text("storage") + storage_type + _text(key) + _text("cpu") + _int(array.size) + b"tQ"
-    strides = [stride // array.itemsize for stride in array.strides]
-    sizes = b"".join(b"(" + b"".join(map(_int, numbers)) + b"t" for numbers in (array.shape, strides))
-    hooks = b"ccollections\nOrderedDict\n)R"
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _int(0) + sizes + b"\x89" + hooks + b"tR"
-
-
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text.encode())) + text.encode()
-
-
-def _int(number: int) -> bytes:
-    return b"J" + struct.pack("<i", number)
