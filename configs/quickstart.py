@@ -11,49 +11,21 @@ within 2 % of it. The model fits in a CPU's caches: its tokens/s say nothing abo
 from pathlib import Path
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
+
+from pjax.config import make_config
 
 DEMO = Path(__file__).parent / "demo"
 
 
 def get_config() -> ConfigDict:
     """The config."""
-    config = ConfigDict()
-    config.model = str(DEMO)
-    config.prompt = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
-    config.chat = False
-    config.activation = placeholder(str)
-    config.dtype = placeholder(str)
-    config.mode = placeholder(str)
-    config.seed = 0
-    config.profile = ConfigDict(
-        {"text": "stdlib:calibration", "num_tokens": 131072, "path": placeholder(str)}
+    return make_config(
+        model=str(DEMO),
+        prompt='class Stack:\n    """A stack of items."""\n\n    def push(self',
+        hardware="demo",
+        predictor={"recall": 0.96},
+        placement={"device_bytes": "40%"},
+        # Greedy text of so small a model repeats itself without the penalty.
+        generate={"repetition_penalty": 1.15},
+        quality={"text": str(DEMO / "evaluation.txt")},
     )
-    config.predictor = ConfigDict(
-        {"kind": "lowrank", "dtype": "float32", "recall": 0.96, "path": placeholder(str)}
-    )
-    config.hardware = "demo"
-    config.placement = ConfigDict(
-        {
-            "device_bytes": "40%",
-            "objective": "impact",
-            "group_size": 64,
-            "time_limit_s": 30.0,
-            "path": placeholder(str),
-        }
-    )
-    config.generate = ConfigDict(
-        {
-            "max_new_tokens": 128,
-            "temperature": 0.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.15,  # greedy text of so small a model repeats itself without
-            "stop": (),
-        }
-    )
-    config.quality = ConfigDict(
-        {"text": str(DEMO / "evaluation.txt"), "num_tokens": 16384, "max_perplexity_rise": 0.02}
-    )
-    return config

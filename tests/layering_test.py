@@ -40,6 +40,7 @@ FLOORS = {
     "report": 5,
     "pipeline": 6,
     "llm": 6,
+    "config": 7,
     "run": 7,
 }
 """The floor of each module; those of one floor do not import each other, save where SAME_FLOOR says."""
@@ -62,7 +63,7 @@ ONLY_IN = {
     "optax": {"predictor"},
     "ctypes": {"ops"},
     "absl": {"run"},
-    "ml_collections": {"run"},
+    "ml_collections": {"config", "run"},
 }
 """Packages that only the named modules may import."""
 

@@ -73,7 +73,7 @@ def stored_tensor(dtype: str, key: str, length: int, shape, strides=None, offset
 
 
 def write_archive(file, value, storages=(), compression=zipfile.ZIP_STORED, extra=()):
-    """Writes what torch.save would: a value made of the above, or its pickle, and the bytes of its storages."""
+    """Writes what torch.save would: a value made of the above, or its pickle, and its storages' bytes."""
     members = {"data.pkl": value if isinstance(value, bytes) else pickled(value)}
     members |= {f"data/{key}": array.tobytes() for key, array in dict(storages).items()} | dict(extra)
     with zipfile.ZipFile(file, "w") as archive:
