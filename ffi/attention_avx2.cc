@@ -3,23 +3,15 @@
 #include <string.h>
 
 #include "attention_kernels.h"
+#include "avx2_floats_inl.h"
 
 namespace pjax {
 namespace {
 
-struct Vector {
-  using Floats = __m256;
-  static constexpr int kLanes = 8;
+struct Vector : Avx2Floats {
   static constexpr int kSums = 8;
 
-  static Floats Zero() { return _mm256_setzero_ps(); }
-  static Floats Broadcast(float value) { return _mm256_set1_ps(value); }
-  static Floats Load(const float* from) { return _mm256_loadu_ps(from); }
-  static void Store(float* to, Floats value) { _mm256_storeu_ps(to, value); }
-  static Floats Add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
   static Floats Subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
-  static Floats Multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-  static Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
   static Floats Max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 
   // Sums within quads of lanes first, then across the two quads: 7 additions for 8 sums.
@@ -58,11 +50,10 @@ struct Vector {
     pair[0] = Load(from);
     pair[1] = Load(from + kLanes);
   }
-  // A bfloat16 is the upper half of a float32: the even one of each dword is shifted up, the odd one masked out.
   static void LoadPair(const uint16_t* from, Floats* pair) {
     const __m256i dwords = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    pair[0] = _mm256_castsi256_ps(_mm256_slli_epi32(dwords, 16));
-    pair[1] = _mm256_castsi256_ps(_mm256_and_si256(dwords, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    pair[0] = EvenOf(dwords);
+    pair[1] = OddOf(dwords);
   }
   template <typename Element>
   static void LoadPart(const Element* from, int64_t count, Floats* pair) {

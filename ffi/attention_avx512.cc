@@ -2,23 +2,15 @@
 #include <immintrin.h>
 
 #include "attention_kernels.h"
+#include "avx512_floats_inl.h"
 
 namespace pjax {
 namespace {
 
-struct Vector {
-  using Floats = __m512;
-  static constexpr int kLanes = 16;
+struct Vector : Avx512Floats {
   static constexpr int kSums = 16;
 
-  static Floats Zero() { return _mm512_setzero_ps(); }
-  static Floats Broadcast(float value) { return _mm512_set1_ps(value); }
-  static Floats Load(const float* from) { return _mm512_loadu_ps(from); }
-  static void Store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
-  static Floats Add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
   static Floats Subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
-  static Floats Multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-  static Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
   static Floats Max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 
   // Sums within quads of lanes first, then across the four quads: 15 additions for 16 sums.
@@ -65,7 +57,6 @@ struct Vector {
     pair[0] = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from);
     pair[1] = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> kLanes), from + kLanes);
   }
-  // A bfloat16 is the upper half of a float32: the even one of each dword is shifted up, the odd one masked out.
   static void LoadPair(const uint16_t* from, Floats* pair) { Widen(_mm512_loadu_si512(from), pair); }
   static void LoadPart(const uint16_t* from, int64_t count, Floats* pair) {
     Widen(_mm512_maskz_loadu_epi16((uint32_t{1} << count) - 1, from), pair);
@@ -74,8 +65,8 @@ struct Vector {
  private:
   static Floats AddHalves(Floats a, Floats b) { return Add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
   static void Widen(__m512i dwords, Floats* pair) {
-    pair[0] = _mm512_castsi512_ps(_mm512_slli_epi32(dwords, 16));
-    pair[1] = _mm512_castsi512_ps(_mm512_and_si512(dwords, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    pair[0] = EvenOf(dwords);
+    pair[1] = OddOf(dwords);
   }
 };
 

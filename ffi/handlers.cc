@@ -49,6 +49,8 @@ struct FfnOperands {
   Mask mask;
   MatrixResult y;
   CountsResult counts;
+  float threshold;
+  bool square, rectify_up, every_neuron;
 };
 
 // Checks all but the rows and fills in what does not depend on them.
@@ -76,6 +78,10 @@ ffi::Error ReadOperands(FfnOperands& operands, int64_t neurons, int64_t model, F
   args->predicted = operands.counts->typed_data();
   args->computed = args->predicted + batch;
   args->active = args->computed + batch;
+  args->threshold = operands.threshold;
+  args->square = operands.square;
+  args->rectify_up = operands.rectify_up;
+  args->every_neuron = operands.every_neuron;
   return ffi::Error::Success();
 }
 
@@ -93,7 +99,7 @@ ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi
     if (matrix == &gate && gate.element_count() == 0) continue;
     PJAX_RETURN_IF_ERROR(Expect(name, matrix->dimensions(), {neurons, model}));
   }
-  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts};
+  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts, threshold, square, rectify_up, every_neuron};
   FfnArgs args;
   PJAX_RETURN_IF_ERROR(ReadOperands(operands, neurons, model, &args));
   const RowKernels& kernels = KernelsFor(Level(), *type);
@@ -101,10 +107,6 @@ ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi
   args.up = up.untyped_data();
   args.down = down.untyped_data();
   args.row_stride = kernels.row_bytes(model);
-  args.threshold = threshold;
-  args.square = square;
-  args.rectify_up = rectify_up;
-  args.every_neuron = every_neuron;
   SparseFfn(args, kernels, ThreadPool::Process());
   return ffi::Error::Success();
 }
@@ -119,7 +121,7 @@ ffi::Error PackedFfnImpl(Matrix32 x, PackedRows rows, Vector32 gate_bias, Vector
   PJAX_RETURN_IF_ERROR(ExpectWholeBlocks("x", model, kernels));
   const int64_t row_bytes = kernels.row_bytes(model), num_rows = gated ? 3 : 2;
   PJAX_RETURN_IF_ERROR(Expect("rows", rows.dimensions(), {neurons, num_rows * row_bytes}));
-  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts};
+  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts, threshold, square, rectify_up, every_neuron};
   FfnArgs args;
   PJAX_RETURN_IF_ERROR(ReadOperands(operands, neurons, model, &args));
   const uint8_t* bundle = rows.typed_data();
@@ -127,10 +129,6 @@ ffi::Error PackedFfnImpl(Matrix32 x, PackedRows rows, Vector32 gate_bias, Vector
   args.up = bundle + (num_rows - 2) * row_bytes;
   args.down = bundle + (num_rows - 1) * row_bytes;
   args.row_stride = num_rows * row_bytes;
-  args.threshold = threshold;
-  args.square = square;
-  args.rectify_up = rectify_up;
-  args.every_neuron = every_neuron;
   SparseFfn(args, kernels, ThreadPool::Process());
   return ffi::Error::Success();
 }
