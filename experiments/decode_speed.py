@@ -28,9 +28,10 @@ from experiments.synthetic import SHAPES, make_model
 from pjax import ops
 from pjax.base import MODES, DecodeState, Predictors
 from pjax.executor import OneProgram
+from pjax.generate import cache_capacity
 from pjax.model import Decoder
 from pjax.sampling import greedy
-from pjax.speed import bytes_per_token
+from pjax.speed import WARM_UP_TOKENS, bytes_per_token
 
 _SHAPE = flags.DEFINE_enum("shape", "llama-1b-mha", list(SHAPES), "Published shape.")
 _DTYPE = flags.DEFINE_enum(
@@ -50,10 +51,12 @@ STREAM_BYTES = 1 << 30
 """More than the last cache of the machines this was run on, so that memory is measured, not the cache."""
 
 
-def decoder(executor: OneProgram, context: int) -> tuple[Callable[[int], None], Callable[[], np.ndarray]]:
+def decoder(
+    executor: OneProgram, context: int, tokens: int
+) -> tuple[Callable[[int], None], Callable[[], np.ndarray]]:
     """A function that decodes some tokens from `context` on, and one that tells the rows per token."""
     prompt = np.zeros((1, 8), np.int32)
-    capacity = max(256, 1 << (context + 64 * 16).bit_length())
+    capacity = cache_capacity(context + max(tokens, WARM_UP_TOKENS))
     state = executor.prefill(
         prompt, np.array([8], np.int32), capacity=capacity, sample_fn=greedy, sampler=None
     )
@@ -83,7 +86,7 @@ def measure(runs: dict[str, Callable[[int], None]], repeats: int, tokens: int) -
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     rates = []
     for run in runs.values():
-        run(4)  # compiles, and fills what can be filled
+        run(WARM_UP_TOKENS)  # compiles, and fills what can be filled
     stream_rate(data)
     for _ in range(repeats):
         for name, run in runs.items():
@@ -106,7 +109,7 @@ def main(argv):
     runs, rows = {}, {}
     for mode in _MODES.value:
         executor = OneProgram(model, mode=mode, predictors=predictors)
-        runs[mode], rows[mode] = decoder(executor, _CONTEXT.value)
+        runs[mode], rows[mode] = decoder(executor, _CONTEXT.value, _TOKENS.value)
     if _PEER.value == "llama_cpp":
         from experiments.peers import llama_cpp_decoder  # needs what only the extra `bench` installs
 
