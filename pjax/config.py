@@ -31,7 +31,7 @@ def _defaults(record: type) -> dict[str, Any]:
 
 
 def _default(hint: Any, default: Any) -> Any:
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _defaults(hint)
     if default is None or default is dataclasses.MISSING:
         return placeholder((typing.get_args(hint) or (hint,))[0])
