@@ -1,23 +1,21 @@
-"""How fast are the CPU operators, measured against the memory's own speed and against XLA's dense FFN?
+"""How fast is each CPU operator, in each weight type, beside the memory's own speed?
 
-Weights and masks are random (synthetic): only time is measured.
+    python -m experiments.kernel_speed --shapes=llama-1b-mha,prosparse-7b --dtypes=bfloat16,q8_0,q4_0
 
-    python -m experiments.kernel_speed [--quick] [--output=kernel_speed.json]
-
-Every call reads other weights, and between two calls more memory than the last cache holds is streamed:
-that empties the cache, and its own time is the machine's bandwidth at that moment. A share is the median
-of the ratios of each call to the streams right before and after it. `vs XLA` is the time of the dense
-float32 FFN in XLA divided by the row's time, for the rows that compute a whole FFN.
+Weights, masks and inputs are random (synthetic): only time is measured. An operator runs over many layers'
+weights in one program, as in a decode step, each read once; between two runs more memory than the last
+cache holds is streamed. That empties the cache, and its own time is the machine's bandwidth at that moment:
+a share is the median, over the runs, of their rate by that of the streams right before and after. Bytes are
+those that had to be read: of an FFN the opener's row of every neuron in the mask, and the other rows of
+those that opened. Prints a Markdown table; --json prints one object a line instead.
 """
 
-import csv
 import dataclasses
-import functools
 import json
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,169 +23,232 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from experiments.synthetic import SHAPES, Shape, make_ffn, make_matrix, make_opener
 from pjax import ops
-from pjax.weights import Ffn
+from pjax.base import LowRankPredictor
+from pjax.memory import on_large_pages
+from pjax.predictor import predict_mask
+from pjax.weights import DTYPES, row_bytes
 
-_QUICK = flags.DEFINE_bool("quick", False, "A smaller shape and fewer repeats: seconds instead of minutes.")
-_OUTPUT = flags.DEFINE_string("output", None, "Write the table to this .csv or .json file too.")
-_REPEATS = flags.DEFINE_integer("repeats", 15, "Timed calls for each row.", lower_bound=3)
+OPERATORS = ("matvec", "sparse_ffn", "exact", "dense_ffn", "predictor", "decode_attention")
 
-# Larger than the last cache of the machines this was run on (300 MB): a stream of it empties the cache.
+_SHAPES = flags.DEFINE_list("shapes", ["llama-1b-mha"], f"Published shapes, of {list(SHAPES)}.")
+_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16", "q8_0", "q4_0"], f"Weight types, of {list(DTYPES)}.")
+_DENSITIES = flags.DEFINE_list("densities", ["0.1"], "Shares of the neurons in the mask.")
+_OPERATORS = flags.DEFINE_list("operators", list(OPERATORS), "Operators to time.")
+_CONTEXTS = flags.DEFINE_list("contexts", ["512", "4096"], "Tokens in the KV cache.")
+_BATCH = flags.DEFINE_integer("batch", 1, "Tokens of a call.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 7, "Timed runs a row.", lower_bound=3)
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of the table.")
+_QUICK = flags.DEFINE_bool("quick", False, "A tiny shape and few runs, to see that it works.")
+
 FLUSH_BYTES = 512 << 20
+"""Larger than the last cache of the machines this was run on (300 MB): a stream of it empties the cache."""
 
-# Weights of which no call finds anything in the cache even without the flush.
-ROTATED_BYTES = 1 << 30
+LAYERS_BYTES = 1 << 30
+"""Weights of one run's layers: so many that starting the program, some 50 us, does not count."""
+
+MAX_LAYERS = 48
+"""As many as a large model has."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table.
+class Case:
+    """One row of the table.
 
     Attributes:
-        name: what ran.
-        time_us: median wall time of a call.
-        bytes_per_s: weights read divided by the time.
-        stream_share: that rate divided by the stream's, median over the calls.
-        vs_xla: XLA's dense float32 FFN time divided by this one's; None where the row is no FFN.
+        operator: what runs, and on what.
+        dtype: of its weights.
+        density: share of the neurons in the mask; None where there is none.
+        run: one program over all layers.
+        num_calls: layers.
+        num_bytes: that `run` has to read.
     """
 
-    name: str
-    time_us: float
-    bytes_per_s: float
-    stream_share: float
-    vs_xla: float | None = None
+    operator: str
+    dtype: str
+    density: float | None
+    run: Callable[[], Any]
+    num_calls: int
+    num_bytes: float
 
 
-def time_call(fn: Callable[[], Any]) -> float:
-    """Wall seconds of one call, until its result is there."""
+def layers_of(first: Any) -> list[Any]:
+    """Weights like `first`, with its rows rolled: as good as random ones, and soon made."""
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+    count = int(np.clip(LAYERS_BYTES // num_bytes, 2, MAX_LAYERS))
+    rolled = (jax.tree.map(partial(_rolled, shift), first) for shift in range(1, count))
+    return [first, *rolled]
+
+
+def _rolled(shift: int, leaf: jax.Array) -> jax.Array:
+    return on_large_pages(jnp.roll(leaf, shift, 0)) if leaf.ndim else leaf
+
+
+def over_layers(fn: Callable, *args: Any) -> Callable[[], Any]:
+    """One program that calls `fn` for each layer's arguments."""
+    program = jax.jit(lambda *args: [fn(*layer) for layer in zip(*args, strict=True)])
+    return partial(program, *args)
+
+
+def matvec_cases(rng: np.random.Generator, shape: Shape, dtype: str) -> Iterator[Case]:
+    """Projections of attention, and those of the width of an FFN."""
+    model = shape.config.model
+    for rows in (model, shape.config.neurons[0]):
+        weights = layers_of(make_matrix(rng, rows, model, dtype))
+        x = [jnp.asarray(rng.standard_normal((_BATCH.value, model)), jnp.float32)] * len(weights)
+        num_bytes = len(weights) * rows * row_bytes(dtype, model)
+        name = f"matvec [{rows}, {model}]"
+        yield Case(name, dtype, None, over_layers(ops.matvec, x, weights), len(weights), num_bytes)
+
+
+def ffn_cases(
+    rng: np.random.Generator, shape: Shape, dtype: str, operators: list[str], densities: list[float]
+) -> Iterator[Case]:
+    """The FFN in all modes; the openers' bias decides which of them open."""
+    config, neurons = shape.config, shape.config.neurons[0]
+    opener, _ = make_opener(rng, config.model, neurons, shape.rank, 0.0)
+    ffns = layers_of(make_ffn(rng, opener, config.gated, dtype))
+    x = [jnp.asarray(rng.standard_normal((_BATCH.value, config.model)), jnp.float32) for _ in ffns]
+    row, followers = row_bytes(dtype, config.model), 2 if config.gated else 1
+
+    def case(name: str, density: float, bias: float, masks: list[Any]) -> Case:
+        biases = {"gate_bias" if config.gated else "up_bias": jnp.full(neurons, bias, jnp.float32)}
+        biased = [dataclasses.replace(ffn, **biases) for ffn in ffns]
+        run = over_layers(partial(ops.sparse_ffn_counted, activation="relu"), x, biased, masks)
+        # With several tokens a row is read once for all: bytes are known for one token only.
+        counts = [count for _, count in run()]
+        rows = sum(float(c.predicted.sum() + followers * c.computed.sum()) for c in counts)
+        return Case(name, dtype, density, run, len(ffns), rows * row)
+
+    for density in densities:
+        masks = [jnp.asarray(rng.random((_BATCH.value, neurons)) < density) for _ in ffns]
+        if "sparse_ffn" in operators:
+            yield case("sparse_ffn, all open", density, 10.0, masks)
+            yield case("sparse_ffn, half open", density, 0.0, masks)
+        if "exact" in operators:
+            closing = statistics.NormalDist().inv_cdf(density)
+            yield case("sparse_ffn, exact", density, closing, [None] * len(ffns))
+    if "dense_ffn" in operators:
+        run = over_layers(partial(ops.dense_ffn, activation="relu"), x, ffns)
+        num_bytes = len(ffns) * neurons * (1 + followers) * row
+        yield Case("dense_ffn", dtype, None, run, len(ffns), num_bytes)
+
+
+def predictor_case(rng: np.random.Generator, shape: Shape, dtype: str) -> Case:
+    """The whole predictor, of the shape's rank."""
+    model, neurons, rank = shape.config.model, shape.config.neurons[0], shape.rank
+    first = LowRankPredictor(
+        make_matrix(rng, rank, model, dtype),
+        make_matrix(rng, neurons, rank, dtype),
+        jnp.zeros(neurons),
+        jnp.float32(0),
+    )
+    predictors = layers_of(first)
+    x = [jnp.asarray(rng.standard_normal((_BATCH.value, model)), jnp.float32)] * len(predictors)
+    num_bytes = len(predictors) * (rank * row_bytes(dtype, model) + neurons * row_bytes(dtype, rank))
+    run = over_layers(predict_mask, predictors, x, x)
+    return Case(f"predictor, rank {rank}", dtype, None, run, len(predictors), num_bytes)
+
+
+def attention_case(rng: np.random.Generator, shape: Shape, dtype: str, context: int) -> Case:
+    """Decode attention over a full cache of `context` tokens."""
+    config, batch = shape.config, _BATCH.value
+    cache = jnp.asarray(
+        rng.integers(0, 1 << 14, (batch, config.kv_heads, context, config.head_dim)), jnp.uint16
+    )
+    caches = layers_of(cache if dtype == "bfloat16" else cache.astype(jnp.float32))
+    caches = caches[: len(caches) // 2 * 2]
+    q, kv = (jnp.ones((batch, heads, config.head_dim)) for heads in (config.heads, config.kv_heads))
+    positions = jnp.full((batch,), context - 1, jnp.int32)
+
+    @partial(jax.jit, donate_argnums=0)
+    def program(caches: list[Any], q, kv, positions):
+        pairs = zip(caches[::2], caches[1::2], strict=True)
+        results = [ops.decode_attention(q, kv, kv, *pair, positions) for pair in pairs]
+        return [part for _, *pair in results for part in pair], [y for y, *_ in results]
+
+    def run() -> Any:
+        caches[:], y = program(list(caches), q, kv, positions)
+        return y
+
+    num_bytes = sum(leaf.nbytes for leaf in caches)
+    return Case(f"decode_attention, {context} tokens", dtype, None, run, len(caches) // 2, num_bytes)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Wall time of a run, until its results are there."""
     start = time.perf_counter()
-    jax.block_until_ready(fn())
+    jax.block_until_ready(run())
     return time.perf_counter() - start
 
 
-def measure(
-    name: str, calls: list[Callable[[], Any]], num_bytes: list[float], flush: jax.Array, repeats: int
-) -> Row:
-    """Times `calls` in turn, each between two streams.
-
-    Args:
-        name: for the table.
-        calls: the same computation on different data.
-        num_bytes: weights that each call reads.
-        flush: what is streamed in between.
-        repeats: number of timed calls.
-    """
-    stream = functools.partial(ops.stream_sum, flush)
-    for call in calls:
-        jax.block_until_ready(call())
-    streams = [time_call(stream), time_call(stream)]
-    times, shares, rates = [], [], []
-    for i in range(repeats):
-        times.append(time_call(calls[i % len(calls)]))
-        streams.append(time_call(stream))
-        rates.append(num_bytes[i % len(calls)] / times[-1])
-        shares.append(rates[-1] / (2 * flush.nbytes / (streams[-2] + streams[-1])))
-    median = statistics.median
-    return Row(name, median(times) * 1e6, median(rates), median(shares))
+def measure(case: Case, flush: jax.Array, repeats: int) -> dict[str, Any]:
+    """Times the case, each run between two streams."""
+    stream = partial(ops.stream_sum, flush)
+    jax.block_until_ready(case.run())  # compiles
+    streams, times, shares = [seconds(stream), seconds(stream)], [], []
+    for _ in range(repeats):
+        times.append(seconds(case.run))
+        streams.append(seconds(stream))
+        around = 2 * flush.nbytes / (streams[-2] + streams[-1])
+        shares.append(case.num_bytes / times[-1] / around)
+    return {
+        "operator": case.operator,
+        "dtype": case.dtype,
+        "density": case.density,
+        "us": statistics.median(times) / case.num_calls * 1e6,
+        "gb_per_s": case.num_bytes / statistics.median(times) / 1e9,
+        "stream_gb_per_s": flush.nbytes / statistics.median(streams) / 1e9,
+        "stream_share": statistics.median(shares) if _BATCH.value == 1 else None,
+    }
 
 
-def make_ffn(seed: int, neurons: int, model: int, dtype: Any, open_bias: float) -> Ffn:
-    """Random weights whose gate products have mean `open_bias` and deviation 1 for a normal x."""
-    bits = np.random.default_rng(seed).standard_normal((neurons, model), np.float32) / np.float32(model**0.5)
-    # One random matrix, rotated, is as good as three: no row meets itself.
-    parts = [jnp.asarray(np.roll(bits, shift, axis=0)).astype(dtype) for shift in (0, 1, 2)]
-    return Ffn(*parts, gate_bias=jnp.full((neurons,), open_bias, jnp.float32))
-
-
-def sparse_rows(neurons: int, model: int, density: float, flush: jax.Array, repeats: int) -> list[Row]:
-    """The sparse, exact and dense modes of the bfloat16 kernel, and the mat-vec."""
-    row_bytes = 2 * model
-    copies = max(2, -(-ROTATED_BYTES // (3 * neurons * row_bytes)))
-    ffns = [make_ffn(i, neurons, model, jnp.bfloat16, 0.0) for i in range(copies)]
+def cases(shape: Shape) -> Iterator[Case]:
+    """All rows of a shape."""
     rng = np.random.default_rng(0)
-    num_calls = 4 * copies
-    xs = [jnp.asarray(rng.standard_normal(model), jnp.float32) for _ in range(num_calls)]
-    masks = [jnp.asarray(rng.random(neurons) < density) for _ in range(num_calls)]
-    # Opens the gates of `density` of the neurons in exact mode.
-    closing = statistics.NormalDist().inv_cdf(density)
-    sparse = jax.jit(functools.partial(ops.sparse_ffn_counted, activation="relu"))
-    dense = jax.jit(functools.partial(ops.dense_ffn, activation="relu"))
-    matvec = jax.jit(ops.matvec)
-
-    def case(name: str, bias: float, masked: bool) -> Row:
-        biased = [dataclasses.replace(f, gate_bias=jnp.full((neurons,), bias, jnp.float32)) for f in ffns]
-        args = [(xs[i], biased[i % copies], masks[i] if masked else None) for i in range(num_calls)]
-        counts = [sparse(*arg)[1] for arg in args]
-        num_bytes = [(int(c.predicted) + 2 * int(c.computed)) * row_bytes for c in counts]
-        return measure(name, [functools.partial(sparse, *arg) for arg in args], num_bytes, flush, repeats)
-
-    percent = f"{density:.0%}"
-    ffn_bytes = 3 * neurons * row_bytes
-    dense_calls = [functools.partial(dense, xs[i], ffns[i % copies]) for i in range(num_calls)]
-    matvec_calls = [functools.partial(matvec, xs[i], ffns[i % copies].up) for i in range(num_calls)]
-    return [
-        case(f"sparse_ffn bf16, mask {percent}, all open", 10.0, True),
-        case(f"sparse_ffn bf16, mask {percent}, half open", 0.0, True),
-        case(f"sparse_ffn bf16, exact, {percent} open", closing, False),
-        measure("dense_ffn bf16, kernel", dense_calls, [ffn_bytes] * num_calls, flush, repeats),
-        measure("matvec bf16 [neurons, model]", matvec_calls, [ffn_bytes / 3] * num_calls, flush, repeats),
-    ]
+    operators, densities = _OPERATORS.value, [float(density) for density in _DENSITIES.value]
+    for dtype in _DTYPES.value:
+        if "matvec" in operators:
+            yield from matvec_cases(rng, shape, dtype)
+        if {"sparse_ffn", "exact", "dense_ffn"} & set(operators):
+            yield from ffn_cases(rng, shape, dtype, operators, densities)
+        if "predictor" in operators:
+            yield predictor_case(rng, shape, dtype)
+    if "decode_attention" in operators:
+        for dtype in ("bfloat16", "float32"):
+            for context in map(int, _CONTEXTS.value):
+                yield attention_case(rng, shape, dtype, context)
 
 
-def xla_row(neurons: int, model: int, flush: jax.Array, repeats: int) -> Row:
-    """XLA's own dense FFN in float32."""
-    ffns = [make_ffn(i, neurons, model, jnp.float32, 0.0) for i in range(2)]
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((1, model)), jnp.float32)
-    dense = jax.jit(functools.partial(ops.dense_ffn, activation="relu", implementation="reference"))
-    calls = [functools.partial(dense, x, ffn) for ffn in ffns]
-    return measure("dense FFN f32, XLA", calls, [3 * neurons * 4 * model] * 2, flush, repeats)
+def line(shape: str, record: dict[str, Any]) -> str:
+    """A row of the Markdown table."""
+    density = "-" if record["density"] is None else f"{record['density']:.0%}"
+    share = "-" if record["stream_share"] is None else f"{record['stream_share']:.0%}"
+    return (
+        f"| {shape} | {record['operator']} | {record['dtype']} | {density} | {record['us']:.1f} "
+        f"| {record['gb_per_s']:.1f} | {share} |"
+    )
 
 
-def stream_row(flush: jax.Array, repeats: int) -> Row:
-    """The denominator: one array, read once by all threads."""
-    times = [time_call(lambda: ops.stream_sum(flush)) for _ in range(repeats + 1)][1:]
-    median = statistics.median(times)
-    return Row("stream_sum", median * 1e6, flush.nbytes / median, 1.0)
-
-
-def print_table(rows: list[Row]) -> None:
-    """Writes the table to stdout."""
-    print(f"{'':42}{'us':>10}{'GB/s':>8}{'stream':>8}{'vs XLA':>8}")
-    for row in rows:
-        versus = "" if row.vs_xla is None else f"{row.vs_xla:.1f}x"
-        print(
-            f"{row.name:42}{row.time_us:10.1f}{row.bytes_per_s / 1e9:8.1f}{row.stream_share:8.0%}{versus:>8}"
-        )
-
-
-def write_table(rows: list[Row], path: str) -> None:
-    """Writes the table to a .csv or .json file."""
-    records = [dataclasses.asdict(row) for row in rows]
-    with open(path, "w", newline="") as file:
-        if path.endswith(".csv"):
-            writer = csv.DictWriter(file, fieldnames=list(records[0]))
-            writer.writeheader()
-            writer.writerows(records)
-        else:
-            json.dump(records, file, indent=1)
+def check_flags() -> None:
+    """Raises UsageError for a name that is not known."""
+    for flag, known in ((_SHAPES, SHAPES), (_DTYPES, DTYPES), (_OPERATORS, OPERATORS)):
+        if wrong := [name for name in flag.value if name not in known]:
+            raise app.UsageError(f"--{flag.name}: expected names of {list(known)}, got {wrong}.")
 
 
 def main(_: list[str]) -> None:
     """Measures and prints."""
-    if _OUTPUT.value is not None and not _OUTPUT.value.endswith((".csv", ".json")):
-        raise app.UsageError(f"--output: expected a name ending in .csv or .json, got {_OUTPUT.value!r}.")
-    model, neurons = (2048, 5632) if _QUICK.value else (4096, 11008)
-    repeats = 5 if _QUICK.value else _REPEATS.value
-    print(f"FFN [neurons {neurons}, model {model}], synthetic, {repeats} calls a row", file=sys.stderr)
+    check_flags()
     flush = jnp.asarray(np.random.default_rng(0).integers(0, 1 << 32, FLUSH_BYTES // 4, np.uint32))
-    stream = stream_row(flush, repeats)
-    xla = xla_row(neurons, model, flush, repeats)
-    rows = sparse_rows(neurons, model, 0.1, flush, repeats)
-    ffn_rows = [dataclasses.replace(r, vs_xla=xla.time_us / r.time_us) for r in (xla, *rows[:-1])]
-    table = [stream, *ffn_rows, rows[-1]]
-    print_table(table)
-    if _OUTPUT.value is not None:
-        write_table(table, _OUTPUT.value)
+    if not _JSON.value:
+        print("| shape | operator | type | mask | us | GB/s | % of stream |")
+        print("|---|---|---|---|---|---|---|")
+    for name in ["tiny"] if _QUICK.value else _SHAPES.value:
+        for case in cases(SHAPES[name]):
+            record = measure(case, flush, 3 if _QUICK.value else _REPEATS.value)
+            print(json.dumps({"shape": name, **record}) if _JSON.value else line(name, record), flush=True)
 
 
 if __name__ == "__main__":

@@ -88,18 +88,18 @@ def make_model(shape: Shape, dtype: str, seed: int = 0) -> tuple[Decoder, Predic
         model.positions.set_value(jnp.asarray(rng.standard_normal(model.positions.shape, np.float32) * 0.02))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            module.set_weight(_matrix(rng, *module.weight.shape, dtype))
+            module.set_weight(make_matrix(rng, *module.weight.shape, dtype))
     layers = []
     for layer in model.layers:
-        opener, predictor = _opener(rng, config.model, layer.ffn.up.shape[0], shape.rank, threshold)
+        opener, predictor = make_opener(rng, config.model, layer.ffn.up.shape[0], shape.rank, threshold)
         layers.append(predictor)
-        layer.ffn.set_weights(_ffn(rng, opener, config.gated, dtype))
+        layer.ffn.set_weights(make_ffn(rng, opener, config.gated, dtype))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(layers[0]))
     report = PredictorReport(shape.rank, 1.0, 1.0, shape.density, shape.density, threshold, num_bytes)
     return model, Predictors(tuple(layers), (report,) * config.layers)
 
 
-def _matrix(rng: np.random.Generator, rows: int, width: int, dtype: str):
+def make_matrix(rng: np.random.Generator, rows: int, width: int, dtype: str):
     """Random numbers of deviation near width**-0.5: the codes of the type itself, which is fast to make."""
     scale = width**-0.5
     if dtype in QUANTISED_DTYPES:
@@ -112,9 +112,10 @@ def _matrix(rng: np.random.Generator, rows: int, width: int, dtype: str):
     return on_large_pages(values.astype(dtype))
 
 
-def _opener(
+def make_opener(
     rng: np.random.Generator, model: int, neurons: int, rank: int, threshold: float
 ) -> tuple[jnp.ndarray, LowRankPredictor]:
+    """An opener [neurons, model] of inner rank `rank / 2`, and the predictor that is right about it."""
     inner = rank // 2
     a = jnp.asarray(rng.standard_normal((inner, model), np.float32) * np.float32(model**-0.5))
     b = jnp.asarray(rng.standard_normal((neurons, inner), np.float32) * np.float32(inner**-0.5))
@@ -127,15 +128,16 @@ def _opener(
     return b @ a, predictor
 
 
-def _ffn(rng: np.random.Generator, opener: jnp.ndarray, gated: bool, dtype: str) -> Ffn | PackedFfn:
+def make_ffn(rng: np.random.Generator, opener: jnp.ndarray, gated: bool, dtype: str) -> Ffn | PackedFfn:
+    """An FFN of that opener (gate, or up without one) and random other rows."""
     neurons, model = opener.shape
     if dtype in QUANTISED_DTYPES:
         parts = [ops.pack_matrix(opener, dtype)]
-        parts += [_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)]
+        parts += [make_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)]
         rows = jnp.concatenate([part.rows for part in parts], axis=1)
         return PackedFfn(on_large_pages(rows), dtype, model, gated)
     parts = [
         on_large_pages(opener.astype(dtype)),
-        *(_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)),
+        *(make_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)),
     ]
     return Ffn(*parts) if gated else Ffn(None, *parts)
