@@ -2,17 +2,19 @@
 
     python -m experiments.decode_speed --shape=llama-1b-mha --dtype=q4_0 --context=512
     python -m experiments.decode_speed --shape=llama-1b-mha --dtype=bfloat16 --peer=llama_cpp
+    python -m experiments.decode_speed --shape=opt-1.3b --dtype=q8_0 --peer=ctranslate2
 
 Weights are synthetic, in the published shape (see experiments/synthetic.py for how sparsity is set and
 how the predictors come to find it); in mode "predicted" the predictors run, and their bytes and time
 count. The caches are filled to the context with zeros: decoding reads them as any others. The peer comes
-with the extra `bench`. Modes and the peer take turns, `--repeats` rounds of `--tokens` tokens each;
-medians are reported, beside the rate at which this machine streamed memory in the same rounds. Prints a
-Markdown table; --json prints one object a line instead.
+with the extra `bench`; CTranslate2 decodes in int8 whatever the type. Modes and the peer take turns,
+`--repeats` rounds of `--tokens` tokens each; medians are reported, beside the rate at which this machine
+streamed memory in the same rounds. Prints a Markdown table; --json prints one object a line instead.
 """
 
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
@@ -30,6 +32,7 @@ from pjax.base import MODES, DecodeState, Predictors
 from pjax.executor import OneProgram
 from pjax.generate import cache_capacity
 from pjax.model import Decoder
+from pjax.model_config import ModelConfig
 from pjax.sampling import greedy
 from pjax.speed import WARM_UP_TOKENS, bytes_per_token
 
@@ -40,12 +43,20 @@ _DTYPE = flags.DEFINE_enum(
 _MODES = flags.DEFINE_list("modes", list(MODES), "Modes to decode in.")
 _DENSITY = flags.DEFINE_float("density", None, "Share of active neurons; default the published one.")
 _CONTEXT = flags.DEFINE_integer("context", 64, "Tokens in the cache.", lower_bound=1)
-_THREADS = flags.DEFINE_integer("threads", 2, "Of the peer; ours are PJAX_NUM_THREADS or all CPUs.")
-_PEER = flags.DEFINE_enum("peer", None, ["llama_cpp"], "Decode the same shape and type with a peer, too.")
+_THREADS = flags.DEFINE_integer("threads", os.cpu_count(), "Of our kernels and of the peer.", lower_bound=1)
+_PEER = flags.DEFINE_enum(
+    "peer", None, ["llama_cpp", "ctranslate2"], "Decode the same shape with a peer, too."
+)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Rounds; medians count.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 16, "Tokens a round.", lower_bound=1)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of the table.")
 _QUICK = flags.DEFINE_bool("quick", False, "A tiny shape, to see that it runs.")
+
+COLUMNS = (
+    "model", "size", "params", "type", "threads", "mode", "density", "test", "t/s", "GB/token", "% of stream",
+    "vs peer",
+)  # fmt: skip
+"""Those of llama-bench, and ours; its tg16 @ d64 are 16 tokens generated behind 64."""
 
 STREAM_BYTES = 1 << 30
 """More than the last cache of the machines this was run on, so that memory is measured, not the cache."""
@@ -104,32 +115,30 @@ def main(argv):
     shape = SHAPES["tiny" if _QUICK.value else _SHAPE.value]
     if _DENSITY.value is not None:
         shape = dataclasses.replace(shape, density=_DENSITY.value)
+    os.environ["PJAX_NUM_THREADS"] = str(_THREADS.value)  # read when the kernels are first used
     print(f"{shape.config.name} in {_DTYPE.value}: synthetic weights", file=sys.stderr)
     model, predictors = make_model(shape, _DTYPE.value)
     runs, rows = {}, {}
     for mode in _MODES.value:
         executor = OneProgram(model, mode=mode, predictors=predictors)
         runs[mode], rows[mode] = decoder(executor, _CONTEXT.value, _TOKENS.value)
-    if _PEER.value == "llama_cpp":
-        from experiments.peers import llama_cpp_decoder  # needs what only the extra `bench` installs
-
-        runs["llama.cpp"] = llama_cpp_decoder(
-            shape.config, _DTYPE.value, context=_CONTEXT.value, threads=_THREADS.value
-        )
+    runs |= peer(shape.config)
     times = dict(measure(runs, _REPEATS.value, _TOKENS.value))
     stream = statistics.median(times.pop("stream"))
-    peer_s = statistics.median(times["llama.cpp"]) if "llama.cpp" in times else None
+    peer_s = statistics.median(times[_PEER.value]) if _PEER.value else None
     if not _JSON.value:
-        print("| model | size | type | mode | density | context | t/s | GB/token | % of stream | vs peer |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     for name, samples in times.items():
         counted = rows[name]() if name in rows else None
         record = {
             "shape": shape.config.name,
-            "gib": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / 2**30,
-            "dtype": _DTYPE.value,
+            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))),
+            "params": num_parameters(shape.config),
+            "dtype": "int8" if name == "ctranslate2" else _DTYPE.value,
+            "threads": _THREADS.value,
             "mode": name,
             "context": _CONTEXT.value,
+            "tokens": _TOKENS.value,
             "stream_gb_per_s": stream / 1e9,
             "peer_tokens_per_s": peer_s and 1 / peer_s,
             **_figures(name, statistics.median(samples), counted, model, predictors),
@@ -137,6 +146,24 @@ def main(argv):
         record["ratio"] = peer_s and peer_s * record["tokens_per_s"]
         print(json.dumps(record) if _JSON.value else _line(record))
     print(f"stream {stream / 1e9:.1f} GB/s", file=sys.stderr)
+
+
+def peer(config: ModelConfig) -> dict[str, Callable[[int], None]]:
+    """The peer that was asked for, under its name."""
+    if _PEER.value is None:
+        return {}
+    from experiments import peers  # needs what only the extra `bench` installs
+
+    how = {"context": _CONTEXT.value, "threads": _THREADS.value}
+    if _PEER.value == "ctranslate2":
+        return {_PEER.value: peers.ctranslate2_decoder(config, **how)}
+    return {_PEER.value: peers.llama_cpp_decoder(config, _DTYPE.value, **how)}
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Numbers in all matrices of a decoder with that config."""
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
 
 
 def _figures(
@@ -158,15 +185,25 @@ def _figures(
 
 
 def _line(record: dict) -> str:
-    read = "- | -"
+    read = share = "-"
     if record["gb_per_token"] is not None:
-        share = record["gb_per_s"] / record["stream_gb_per_s"]
-        read = f"{record['gb_per_token']:.3f} | {share:.0%}"
-    ratio = f"{record['ratio']:.2f}x" if record["ratio"] else "-"
-    return (
-        f"| {record['shape']} | {record['gib']:.2f} GiB | {record['dtype']} | {record['mode']} "
-        f"| {record['density']:.1%} | {record['context']} | {record['tokens_per_s']:.1f} | {read} | {ratio} |"
+        read = f"{record['gb_per_token']:.3f}"
+        share = f"{record['gb_per_s'] / record['stream_gb_per_s']:.0%}"
+    cells = (
+        record["shape"],
+        f"{record['bytes'] / 2**30:.2f} GiB",
+        f"{record['params'] / 1e9:.2f} B",
+        record["dtype"],
+        record["threads"],
+        record["mode"],
+        f"{record['density']:.1%}",
+        f"tg{record['tokens']} @ d{record['context']}",
+        f"{record['tokens_per_s']:.1f}",
+        read,
+        share,
+        f"{record['ratio']:.2f}x" if record["ratio"] else "-",
     )
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 if __name__ == "__main__":

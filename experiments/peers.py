@@ -1,4 +1,4 @@
-"""Other engines on the same shape and type, for comparison: llama.cpp through llama-cpp-python."""
+"""Other engines on the same shape, for comparison: llama.cpp through llama-cpp-python, and CTranslate2."""
 
 import tempfile
 from collections.abc import Callable
@@ -114,3 +114,73 @@ def _random(rng: np.random.Generator, rows: int, width: int, dtype: str) -> np.n
     if dtype == "bfloat16":
         return values.astype(ml_dtypes.bfloat16).view(np.uint8)
     return values.astype(dtype)
+
+
+def ctranslate2_decoder(config: ModelConfig, *, context: int, threads: int) -> Callable[[int], None]:
+    """A function that decodes some tokens from `context` on with CTranslate2 in int8, on random weights.
+
+    Args:
+        config: an OPT's, of pre-norm blocks.
+        context: tokens in the cache.
+        threads: to use.
+
+    Raises:
+        ImportError: ctranslate2 is not installed; it comes with the extra `bench`.
+        ValueError: a model that is no OPT.
+    """
+    import ctranslate2
+
+    if config.family != "opt":
+        raise ValueError(f"--peer=ctranslate2: expected the shape of an OPT, got {config.name}.")
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _opt_spec(config)
+        spec.validate()
+        spec.optimize(quantization="int8")
+        spec.save(folder)
+        engine = ctranslate2.Generator(folder, compute_type="int8", intra_threads=threads)
+
+    def decode(tokens: int) -> None:
+        engine.generate_batch(
+            [["1"]],
+            static_prompt=["1"] * (context - 1),
+            cache_static_prompt=True,
+            min_length=tokens,
+            max_length=tokens,
+            include_prompt_in_result=False,
+        )
+
+    return decode
+
+
+def _opt_spec(config: ModelConfig):
+    from ctranslate2.specs import TransformerDecoderModelSpec
+
+    spec = TransformerDecoderModelSpec.from_config(config.layers, config.heads)
+    rng = np.random.default_rng(0)
+
+    def matrix(rows: int, width: int) -> np.ndarray:
+        return rng.standard_normal((rows, width), np.float32) * np.float32(width**-0.5)
+
+    def linear(layer, rows: int, width: int) -> None:
+        layer.weight, layer.bias = matrix(rows, width), np.zeros(rows, np.float32)
+
+    def norm(layer) -> None:
+        layer.gamma, layer.beta = np.ones(config.model, np.float32), np.zeros(config.model, np.float32)
+
+    decoder = spec.decoder
+    decoder.scale_embeddings = False
+    rows = config.context + config.position_offset
+    decoder.position_encodings.encodings = np.zeros((rows, config.model), np.float32)
+    decoder.embeddings.weight = matrix(config.vocab, config.model)
+    decoder.projection.weight = matrix(config.vocab, config.model)
+    norm(decoder.layer_norm)
+    for layer, neurons in zip(decoder.layer, config.neurons, strict=True):
+        norm(layer.self_attention.layer_norm)
+        norm(layer.ffn.layer_norm)
+        linear(layer.self_attention.linear[0], 3 * config.model, config.model)
+        linear(layer.self_attention.linear[1], config.model, config.model)
+        linear(layer.ffn.linear_0, neurons, config.model)
+        linear(layer.ffn.linear_1, config.model, neurons)
+    spec.register_vocabulary([str(i) for i in range(config.vocab)])
+    spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = "0", "2", "3"
+    return spec
