@@ -85,10 +85,25 @@ def _rolled(shift: int, leaf: jax.Array) -> jax.Array:
     return on_large_pages(jnp.roll(leaf, shift, 0)) if leaf.ndim else leaf
 
 
-def over_layers(fn: Callable, *args: Any) -> Callable[[], Any]:
-    """One program that calls `fn` for each layer's arguments."""
-    program = jax.jit(lambda *args: [fn(*layer) for layer in zip(*args, strict=True)])
-    return partial(program, *args)
+def over_layers(fn: Callable, x: jax.Array, *args: Any) -> Callable[[], Any]:
+    """One program that calls `fn(x, ...)` for each layer's arguments, each after the one before.
+
+    XLA runs calls that do not depend on each other at the same time, and they would share the threads.
+    """
+
+    def program(x: jax.Array, *args: Any) -> list[Any]:
+        results = []
+        for layer in zip(*args, strict=True):
+            results.append(fn(x, *layer))
+            x = x + 1e-30 * jax.tree.leaves(results[-1])[0][:, :1].astype(jnp.float32)
+        return results
+
+    return partial(jax.jit(program), x, *args)
+
+
+def inputs(rng: np.random.Generator, width: int) -> jax.Array:
+    """A batch of normal numbers."""
+    return jnp.asarray(rng.standard_normal((_BATCH.value, width)), jnp.float32)
 
 
 def matvec_cases(rng: np.random.Generator, shape: Shape, dtype: str) -> Iterator[Case]:
@@ -96,10 +111,11 @@ def matvec_cases(rng: np.random.Generator, shape: Shape, dtype: str) -> Iterator
     model = shape.config.model
     for rows in (model, shape.config.neurons[0]):
         weights = layers_of(make_matrix(rng, rows, model, dtype))
-        x = [jnp.asarray(rng.standard_normal((_BATCH.value, model)), jnp.float32)] * len(weights)
         num_bytes = len(weights) * rows * row_bytes(dtype, model)
         name = f"matvec [{rows}, {model}]"
-        yield Case(name, dtype, None, over_layers(ops.matvec, x, weights), len(weights), num_bytes)
+        yield Case(
+            name, dtype, None, over_layers(ops.matvec, inputs(rng, model), weights), len(weights), num_bytes
+        )
 
 
 def ffn_cases(
@@ -109,7 +125,7 @@ def ffn_cases(
     config, neurons = shape.config, shape.config.neurons[0]
     opener, _ = make_opener(rng, config.model, neurons, shape.rank, 0.0)
     ffns = layers_of(make_ffn(rng, opener, config.gated, dtype))
-    x = [jnp.asarray(rng.standard_normal((_BATCH.value, config.model)), jnp.float32) for _ in ffns]
+    x = inputs(rng, config.model)
     row, followers = row_bytes(dtype, config.model), 2 if config.gated else 1
 
     def case(name: str, density: float, bias: float, masks: list[Any]) -> Case:
@@ -145,9 +161,8 @@ def predictor_case(rng: np.random.Generator, shape: Shape, dtype: str) -> Case:
         jnp.float32(0),
     )
     predictors = layers_of(first)
-    x = [jnp.asarray(rng.standard_normal((_BATCH.value, model)), jnp.float32)] * len(predictors)
     num_bytes = len(predictors) * (rank * row_bytes(dtype, model) + neurons * row_bytes(dtype, rank))
-    run = over_layers(predict_mask, predictors, x, x)
+    run = over_layers(lambda x, predictor: predict_mask(predictor, x, x), inputs(rng, model), predictors)
     return Case(f"predictor, rank {rank}", dtype, None, run, len(predictors), num_bytes)
 
 
@@ -164,9 +179,10 @@ def attention_case(rng: np.random.Generator, shape: Shape, dtype: str, context: 
 
     @partial(jax.jit, donate_argnums=0)
     def program(caches: list[Any], q, kv, positions):
-        pairs = zip(caches[::2], caches[1::2], strict=True)
-        results = [ops.decode_attention(q, kv, kv, *pair, positions) for pair in pairs]
-        return [part for _, *pair in results for part in pair], [y for y, *_ in results]
+        for i in range(0, len(caches), 2):
+            y, *caches[i : i + 2] = ops.decode_attention(q, kv, kv, *caches[i : i + 2], positions)
+            q = q + 1e-30 * y[:, None, :1]
+        return caches, q
 
     def run() -> Any:
         caches[:], y = program(list(caches), q, kv, positions)

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "matvec.h"
+#include "norm.h"
 #include "sparse_ffn.h"
 #include "thread_pool.h"
 
@@ -157,6 +158,17 @@ ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixRe
   return ffi::Error::Success();
 }
 
+ffi::Error NormImpl(Matrix32 x, Vector32 scale, Vector32 bias, MatrixResult y, bool centered, float eps) {
+  const int64_t batch = x.dimensions()[0], model = x.dimensions()[1];
+  for (const auto& [name, weight] : {std::pair{"scale", &scale}, std::pair{"bias", &bias}}) {
+    if (weight->element_count() > 0) PJAX_RETURN_IF_ERROR(Expect(name, weight->dimensions(), {model}));
+  }
+  PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, model}));
+  Norm({x.typed_data(), IfPresent(scale.typed_data(), scale.element_count()),
+        IfPresent(bias.typed_data(), bias.element_count()), batch, model, centered, eps, y->typed_data()});
+  return ffi::Error::Success();
+}
+
 ffi::Error StreamSumImpl(ffi::AnyBuffer x, WordResult sum) {
   const RowKernels& kernels = KernelsFor(Level(), WeightType::kFloat32);
   *sum->typed_data() = StreamSum(x.untyped_data(), x.size_bytes(), kernels, ThreadPool::Process());
@@ -179,6 +191,7 @@ extern "C" {
 PJAX_EXPORT XLA_FFI_Error* pjax_sparse_ffn(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_packed_ffn(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_matvec(XLA_FFI_CallFrame*);
+PJAX_EXPORT XLA_FFI_Error* pjax_norm(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_stream_sum(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_address(XLA_FFI_CallFrame*);
 
@@ -236,6 +249,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_matvec, pjax::MatvecImpl,
                                   .Arg<pjax::Vector32>()
                                   .Ret<pjax::Matrix32>()
                                   .Attr<int64_t>("format"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_norm, pjax::NormImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<pjax::Matrix32>()
+                                  .Arg<pjax::Vector32>()
+                                  .Arg<pjax::Vector32>()
+                                  .Ret<pjax::Matrix32>()
+                                  .Attr<bool>("centered")
+                                  .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_stream_sum, pjax::StreamSumImpl,
                               xla::ffi::Ffi::Bind()

@@ -76,12 +76,8 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, model] -> float32, the same shape."""
-        if self.kind == "layer":
-            x = x - x.mean(-1, keepdims=True)
-        y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
-        if self.scale is not None:
-            y = y * self.scale[...][None, None, :]
-        return y if self.bias is None else y + self.bias[...][None, None, :]
+        scale, bias = (None if weight is None else weight[...] for weight in (self.scale, self.bias))
+        return ops.norm(x, scale, bias, centered=self.kind == "layer", eps=self.eps)
 
 
 def check_ids(ids: np.ndarray, config: ModelConfig) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""The operators: FFNs that skip inactive neurons, mat-vec, decode attention, and the bandwidth probe."""
+"""The operators: FFNs that skip inactive neurons, mat-vec, norms, decode attention, and the bandwidth probe."""
 
 from pjax.ops.attention import decode_attention as decode_attention
 from pjax.ops.matvec import matvec as matvec
 from pjax.ops.matvec import stream_sum as stream_sum
+from pjax.ops.norm import norm as norm
 from pjax.ops.packed import pack_ffn as pack_ffn
 from pjax.ops.packed import pack_matrix as pack_matrix
 from pjax.ops.packed import unpack_ffn as unpack_ffn

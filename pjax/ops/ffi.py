@@ -27,7 +27,7 @@ _FORMATS = {"q8_0": np.int64(1), "q4_0": np.int64(2)}
 _LIBRARY_NAME = "libpjax_cpu.so"
 _TARGETS = tuple(
     f"pjax_{name}"
-    for name in ("sparse_ffn", "packed_ffn", "matvec", "decode_attention", "stream_sum", "address")
+    for name in ("sparse_ffn", "packed_ffn", "matvec", "decode_attention", "norm", "stream_sum", "address")
 )
 _LOCK = threading.Lock()
 
@@ -112,6 +112,15 @@ def decode_attention(
     arrays = (q, k, v, k_cache, v_cache, positions, waves, _float32_or_empty(slopes))
     y, k_cache, v_cache = call(*arrays, window=np.int64(window or 0))
     return y, k_cache, v_cache
+
+
+def norm(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, centered: bool, eps: float
+) -> jax.Array:
+    """The kernel behind `pjax.ops.norm`, x float32 [batch, model]."""
+    call = jax.ffi.ffi_call("pjax_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    weights = (_float32_or_empty(scale), _float32_or_empty(bias))
+    return call(x, *weights, centered=np.bool_(centered), eps=np.float32(eps))
 
 
 def stream_sum(x: jax.Array) -> jax.Array:

@@ -29,6 +29,17 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     )
 
 
+def norm(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, centered: bool, eps: float
+) -> jax.Array:
+    """RMSNorm or, if centered, LayerNorm of float32 [batch, model]; see `pjax.ops.norm`."""
+    if centered:
+        x = x - x.mean(-1, keepdims=True)
+    y = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+    y = y if scale is None else y * scale[None, :]
+    return y if bias is None else y + bias[None, :]
+
+
 def matvec(x: jax.Array, weight: Matrix, bias: jax.Array | None = None) -> jax.Array:
     """`x @ weight.T + bias` in float32; x is rounded as `round_input` does where the weight is quantised.
 
