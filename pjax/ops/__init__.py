@@ -1,4 +1,4 @@
-"""The operators: FFNs that skip inactive neurons, mat-vec, norms, decode attention, and the bandwidth probe."""
+"""The operators: FFNs that skip inactive neurons, mat-vec, norms, decode attention, the bandwidth probe."""
 
 from pjax.ops.attention import decode_attention as decode_attention
 from pjax.ops.matvec import matvec as matvec
