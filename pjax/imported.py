@@ -9,14 +9,13 @@ import numpy as np
 from pjax.base import ActivationStats, HardwareSpec, LowRankPredictor, Placement
 from pjax.formats import expand_path, read_checkpoint
 from pjax.formats.checkpoint import SourceTensor, StoredPredictors
-from pjax.formats.mapped import load_array, map_file
+from pjax.formats.mapped import describe_stored, load_array
 from pjax.formats.powerinfer import read_counts, read_hot_mask, read_predictors
 from pjax.model_config import ModelConfig
 from pjax.placement import neuron_bytes
 from pjax.settings import Settings
 from pjax.workdir import fingerprint
 
-_SAMPLES, _SAMPLE_BYTES = 4096, 32  # of a file, for its fingerprint: any training changes nearly all bytes
 _POOR_SPLIT = 0.9  # of what as many neurons could serve; a split made from the same statistics has 1
 
 
@@ -102,11 +101,9 @@ def import_predictors(stored: StoredPredictors) -> tuple[LowRankPredictor, ...]:
 
 
 def predictors_fingerprint(stored: StoredPredictors) -> str:
-    """A hash of the predictors' names, shapes and types, and of samples of their files' bytes."""
+    """A hash of the predictors' names, shapes and types, and of samples of their bytes."""
     tensors = [tensor for layer in stored.layers for tensor in layer]
-    facts = [[tensor.name, list(tensor.shape), str(tensor.dtype)] for tensor in tensors]
-    files = dict.fromkeys(tensor.file for tensor in tensors)
-    return fingerprint(stored.threshold, facts, *(_sample(file) for file in files))
+    return fingerprint(stored.threshold, [describe_stored(tensor) for tensor in tensors])
 
 
 def import_placement(
@@ -180,11 +177,3 @@ def _below(threshold: float) -> Any:
     if np.float32(threshold) == 0:
         return -np.finfo(np.float32).tiny
     return np.nextafter(np.float32(threshold), np.float32(-np.inf))
-
-
-def _sample(file: str) -> np.ndarray:
-    """Pieces of a file, evenly spread, and its size."""
-    content = map_file(expand_path(file))
-    starts = np.linspace(0, max(0, len(content) - _SAMPLE_BYTES), _SAMPLES, dtype=np.int64)
-    pieces = [content[start : start + _SAMPLE_BYTES] for start in np.unique(starts)]
-    return np.concatenate([np.array([len(content)], np.int64).view(np.uint8), *pieces])

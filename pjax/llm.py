@@ -7,17 +7,23 @@ from typing import Any
 
 from pjax.base import VERSION, Executor, Mode, Placement, Predictors
 from pjax.chat import encode_chat
+from pjax.compiled import keep_compiled
 from pjax.executor import make_executor, on_host
 from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_json
+from pjax.formats.checkpoint import Checkpoint
 from pjax.generate import Generation, generate, stream
 from pjax.imported import import_predictors
 from pjax.model import Decoder
-from pjax.storage import load_model, model_fingerprint
+from pjax.storage import load_checkpoint, model_fingerprint
+from pjax.weights_file import WEIGHTS_FILE, load_weights, weights_origin
 from pjax.workdir import load, unpack_placement, unpack_predictors
 
 
 class LLM:
     """A model ready to generate.
+
+    Compiled programs are kept in the user's cache folder, unless this process has set up JAX's compilation
+    cache itself or wants none: see `compiled.keep_compiled`.
 
     Args:
         path: a model folder or file (exact and dense modes; predicted, too, if it is a PowerInfer file with
@@ -50,12 +56,13 @@ class LLM:
                     f"one of version {found.get('version')!r}; run pjax.run on {workdir} again"
                 )
             model_path, dtype, activation = found["model"], found["dtype"], found["activation"]
-        with on_host():
-            self.model: Decoder = load_model(model_path, dtype=dtype, activation=activation)
+        keep_compiled()
+        checkpoint = read_checkpoint(model_path, activation=activation)
+        self.model = _load(checkpoint, dtype, None if manifest is None else workdir / WEIGHTS_FILE)
         if manifest is not None:
             self._read_workdir(workdir, manifest)
         elif self.model.config.is_sparse:
-            stored = read_checkpoint(model_path, activation=activation).predictors
+            stored = checkpoint.predictors
             self.predictors = Predictors(import_predictors(stored), ()) if stored else None
         try:
             self.tokenizer = load_tokenizer(model_path)
@@ -143,3 +150,12 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("stream: this model's folder has no tokenizer; use generate with token ids")
         return stream(self.executor(mode), self.tokenizer, prompt, **sampling)
+
+
+def _load(checkpoint: Checkpoint, dtype: str | None, weights_file: Path | None) -> Decoder:
+    """The model, from a workdir's file of weights if there is one and it was made from this checkpoint."""
+    with on_host():
+        model = None
+        if weights_file is not None:
+            model = load_weights(weights_file, checkpoint.config, weights_origin(checkpoint, dtype))
+        return load_checkpoint(checkpoint, dtype=dtype) if model is None else model

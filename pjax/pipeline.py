@@ -15,7 +15,7 @@ import numpy as np
 from pjax.base import MODES, VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
 from pjax.chat import encode_chat
 from pjax.executor import OneProgram, check_mode, make_executor, measure_overlap, on_host
-from pjax.formats import expand_path, load_tokenizer, read_texts
+from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_texts
 from pjax.hardware import hardware_preset, measure_hardware
 from pjax.imported import Imports, import_placement, import_predictors, predictors_fingerprint, read_imports
 from pjax.model import Decoder
@@ -37,8 +37,9 @@ from pjax.sampling import greedy
 from pjax.settings import Settings, device_budget
 from pjax.speed import measure_ffn, measure_speed
 from pjax.stages import StageFn, Stages
-from pjax.storage import load_model, model_fingerprint
+from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.textio import encode_prompts
+from pjax.weights_file import WEIGHTS_FILE, load_weights, save_weights, weights_origin
 from pjax.workdir import (
     Artefact,
     fingerprint,
@@ -117,8 +118,11 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     workdir.mkdir(parents=True, exist_ok=True)
     stages = Stages(workdir, stage_fn)
     stage_fn("load")
+    checkpoint = read_checkpoint(settings.model, activation=settings.activation)
+    origin = weights_origin(checkpoint, settings.dtype)
     with on_host():
-        model = load_model(settings.model, dtype=settings.dtype, activation=settings.activation)
+        kept = load_weights(workdir / WEIGHTS_FILE, checkpoint.config, origin)
+        model = load_checkpoint(checkpoint, dtype=settings.dtype) if kept is None else kept
     tokenizer = load_tokenizer(settings.model)
     # What would fail at the end is refused before the work.
     prompt = settings.prompt
@@ -129,6 +133,8 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         check_mode(settings.mode, model.config, None)
     imports = read_imports(settings, model.config)
     quality_rows = _quality_rows(settings, model, tokenizer)
+    if kept is None:
+        save_weights(workdir / WEIGHTS_FILE, model, origin)
     made_from = fingerprint(VERSION, jax.__version__, model_fingerprint(model))
     if verify:
         _verify(stages, model, made_from)

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pjax.base import Mode, ProgressFn
+from pjax.compiled import keep_compiled
 from pjax.executor import make_executor
 from pjax.formats import expand_path
 from pjax.generate import Generation, generate
@@ -78,6 +79,7 @@ def main(argv: list[str]) -> None:
         values["prompt"] = _PROMPT.value
     settings = make_settings(values)
     _stand_in(settings)
+    keep_compiled()
     _check_generate(settings)
     unusable_reason()  # raises if PJAX_CPU or PJAX_NUM_THREADS make no sense
     config_file = Path(config_flags.get_config_filename(flags.FLAGS["config"]))

@@ -10,6 +10,7 @@ from flax import nnx
 
 from pjax import ops
 from pjax.formats import read_checkpoint, write_checkpoint
+from pjax.formats.checkpoint import Checkpoint
 from pjax.formats.mapped import load_array
 from pjax.layers import PackedRows, SparseFfn
 from pjax.memory import on_large_pages
@@ -39,9 +40,13 @@ def load_model(
         ValueError, FileNotFoundError: if the file is not there, broken or of an unknown kind.
     """
     _check_dtype(dtype)
-    checkpoint = read_checkpoint(path, activation=activation)
-    config, tensors = checkpoint.config, checkpoint.tensors
-    model = Decoder(config, rngs=None)
+    return load_checkpoint(read_checkpoint(path, activation=activation), dtype=dtype)
+
+
+def load_checkpoint(checkpoint: Checkpoint, *, dtype: str | None = None) -> Decoder:
+    """`load_model`, of a model that is open already."""
+    _check_dtype(dtype)
+    tensors, model = checkpoint.tensors, Decoder(checkpoint.config, rngs=None)
     # Module by module, so that of a quantised model no more than one FFN is ever there in floats.
     for module_path, module in nnx.iter_modules(model):
         own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Variable)}

@@ -42,7 +42,7 @@ def fingerprint(*parts: Any) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, *pieces: bytes | memoryview) -> None:
     """Writes a file under a temporary name, then renames it: it is there whole, or not at all."""
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         pid = leftover.name.split(".")[-2]
@@ -51,7 +51,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

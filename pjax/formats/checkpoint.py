@@ -19,6 +19,8 @@ class SourceTensor(NamedTuple):
             view of the mapped file, whose bytes are read when they are first looked at.
         shape: of what `read` returns.
         dtype: of what `read` returns.
+        stored: returns what it is made from as it lies in the file, of any type and shape: a view of the
+            mapped file.
         quantised_as: of pjax's quantised types the one nearest to the stored type: "q4_0" for itself, "q8_0"
             for all others; None for weights stored as floats.
     """
@@ -28,6 +30,7 @@ class SourceTensor(NamedTuple):
     read: Callable[[], np.ndarray]
     shape: tuple[int, ...]
     dtype: np.dtype
+    stored: Callable[[], np.ndarray]
     quantised_as: str | None = None
 
 

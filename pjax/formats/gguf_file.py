@@ -21,6 +21,7 @@ from gguf.constants import (
 )
 
 from pjax.formats.files import describe_content, expand_path
+from pjax.formats.mapped import map_file
 
 MAGICS = (b"GGUF", b"PWRI")
 """First bytes of a file: llama.cpp's and PowerInfer's."""
@@ -84,6 +85,10 @@ class GgufTensor(NamedTuple):
         if rows.size != (last - first) * self.row_bytes:
             raise ValueError(f"{self.file}: {self.name}: the file has become shorter while it was read.")
         return rows.reshape(last - first, self.row_bytes)
+
+    def map_bytes(self) -> np.ndarray:
+        """Returns all rows as they are stored, uint8, a view of the mapped file."""
+        return map_file(self.file)[self.offset : self.offset + self.num_rows * self.row_bytes]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -203,6 +203,7 @@ def _source(tensor: GgufTensor, layout: _Layout, shape: tuple[int, ...], dtype: 
         read=lambda: layout.to_canonical(read_floats(tensor, layout.rows, dtype)),
         shape=shape,
         dtype=dtype,
+        stored=tensor.map_bytes,
         quantised_as=_quantised_as(tensor.type),
     )
 

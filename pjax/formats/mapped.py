@@ -1,5 +1,6 @@
 """Files mapped into memory, and weights read out of them piece by piece, so that no file stays there."""
 
+import hashlib
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,10 @@ from pjax.weights import BFLOAT16
 
 _PIECE_BYTES = 4 << 20  # Hides what a step costs, and stays small beside the smallest models worth mapping.
 _TILE = (64, 1024)  # Rows and columns turned at a time: whole cache lines both ways; the fastest of some.
+_SAMPLES, _SAMPLE_BYTES = (
+    16,
+    4096,
+)  # Of a tensor: any training changes nearly all bytes; a page costs as a byte.
 _POOL = ThreadPoolExecutor(2)  # One core does not saturate the memory; more than two gain little.
 
 
@@ -48,6 +53,27 @@ def drop_pages(view: np.ndarray) -> None:
         mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
+def describe_stored(tensor: SourceTensor) -> list[str | int | list[int] | None]:
+    """What tells a stored weight from another without reading all of it, as values that JSON can write.
+
+    Its name, shape and types, the number of its bytes, and a hash of pieces of them, evenly spread.
+
+    Args:
+        tensor: of any source.
+
+    Raises:
+        ValueError: the file has become shorter since it was opened.
+    """
+    view = tensor.stored()
+    _check_not_shrunk(tensor, view)
+    content = view.reshape(-1).view(np.uint8)
+    digest = hashlib.blake2b(digest_size=16)
+    for start in np.linspace(0, max(0, len(content) - _SAMPLE_BYTES), _SAMPLES, dtype=np.int64):
+        digest.update(content[start : start + _SAMPLE_BYTES].data)
+    kinds = [str(view.dtype), str(tensor.dtype), tensor.quantised_as]
+    return [tensor.name, list(tensor.shape), *kinds, len(content), digest.hexdigest()]
+
+
 def load_array(tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
     """Returns a weight in memory of its own, contiguous, read-only, at an address that JAX need not copy.
 
@@ -77,6 +103,27 @@ def load_array(tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
         list(_POOL.map(copy, pieces))
     target.flags.writeable = False
     return target
+
+
+def add_up(array: np.ndarray) -> str:
+    """A checksum of a contiguous array's bytes that costs no more than reading them.
+
+    Of each piece the sum of its 64-bit words, in order: one wrong word changes it, whatever it becomes.
+
+    Args:
+        array: in memory.
+    """
+    content = array.reshape(-1).view(np.uint8)
+    starts = range(0, len(content), _PIECE_BYTES)
+    return hashlib.blake2b(
+        b"".join(_POOL.map(lambda start: _sum_words(content[start : start + _PIECE_BYTES]), starts)),
+        digest_size=16,
+    ).hexdigest()
+
+
+def _sum_words(content: np.ndarray) -> bytes:
+    whole = len(content) // 8 * 8
+    return content[:whole].view(np.uint64).sum(dtype=np.uint64).tobytes() + content[whole:].tobytes()
 
 
 def _load_piece(tensor: SourceTensor, source: np.ndarray, target: np.ndarray, turned: bool) -> None:

@@ -143,8 +143,9 @@ def _open_layer(file: Path, config: ModelConfig, neurons: int) -> tuple[SourceTe
                 f"{file}: {name}: expected shape {list(shape)} for {config.name}, found "
                 f"{list(found[name].shape)}; is it the predictor of another model or layer?"
             )
+    views = {name: partial(np.asarray, found[name]) for name in names}
     first, second = (
-        SourceTensor(name, str(file), partial(np.asarray, found[name]), shape, found[name].dtype)
+        SourceTensor(name, str(file), views[name], shape, found[name].dtype, views[name])
         for name, shape in shapes.items()
     )
     return first, second

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ _TYPES = FLOAT_TYPES | {
     "BOOL": np.dtype(np.bool_),
     **{f"{kind}{bits}": np.dtype(f"{kind}{bits // 8}".lower()) for kind in "IU" for bits in (8, 16, 32, 64)},
 }
+_ALIGNMENT = 64  # A line of the cache, at which XLA takes an array over as it is.
 _MAX_HEADER_BYTES = 100_000_000  # The format's own limit; a larger number means another kind of file.
 
 
@@ -87,6 +88,44 @@ def open_safetensors(file: Path) -> dict[str, SourceTensor]:
     return tensors
 
 
+def safetensors_metadata(file: Path) -> dict[str, str]:
+    """Returns the texts in the header of a safetensors file; none if it has none, or something else there.
+
+    Args:
+        file: an existing file, which `open_safetensors` accepts.
+    """
+    content = map_file(file)
+    found = json.loads(content[8 : _data_start(file, content)].tobytes()).get("__metadata__")
+    return (
+        {key: text for key, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
+    )
+
+
+def safetensors_pieces(
+    arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> list[bytes | memoryview]:
+    """Returns what a safetensors file of these arrays consists of, in order; nothing is copied.
+
+    The library's own writer first makes one bytes object of it all. An array begins at a multiple of 64 bytes
+    if all before it are as long, and those come first that are.
+
+    Args:
+        arrays: contiguous, by name.
+        metadata: texts for the header.
+    """
+    kinds = {dtype: kind for kind, dtype in _TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    pieces, end = [], 0
+    for name, array in sorted(arrays.items(), key=lambda item: item[1].nbytes % _ALIGNMENT != 0):
+        offsets = [end, end + array.nbytes]
+        header[name] = {"dtype": kinds[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+        pieces.append(array.reshape(-1).view(np.uint8).data)
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return [len(text).to_bytes(8, "little"), text, *pieces]
+
+
 def _open_pickle(file: Path) -> dict[str, SourceTensor]:
     found = read_pickle(file)
     if not isinstance(found, dict):
@@ -124,7 +163,8 @@ def _open_shards(index: Path, open_fn: Callable[[Path], dict[str, SourceTensor]]
 
 
 def _source(file: Path, name: str, array: np.ndarray) -> SourceTensor:
-    return SourceTensor(name, str(file), partial(np.asarray, array), array.shape, array.dtype)
+    view = partial(np.asarray, array)
+    return SourceTensor(name, str(file), view, array.shape, array.dtype, view)
 
 
 def _data_start(file: Path, content: np.ndarray) -> int:
