@@ -81,7 +81,7 @@ def load_weights(file: Path, config: ModelConfig, origin: str) -> Decoder | None
         if metadata.get("origin") != origin:
             return None
         model = Decoder(config, rngs=None)
-        slots = _slots(model, json.loads(metadata["formats"]))
+        slots = _slots(model, dict(json.loads(metadata["formats"])))
         _check_fit(slots, tensors)
         arrays = {name: load_array(tensor, tensor.dtype) for name, tensor in tensors.items()}
         if _checksum(arrays, metadata) != metadata["checksum"]:
@@ -113,9 +113,8 @@ def _make_packed(module: nnx.Module, format: str) -> None:
         module.set_weight(PackedMatrix(rows, format, module.width))
     elif isinstance(module, SparseFfn):
         num_bytes = row_bytes(format, module.model) * (3 if module.gated else 2)
-        floats = module.weights
-        rows = _rows(floats.neurons, num_bytes)
-        biases = floats.gate_bias, floats.up_bias
+        rows = _rows(module.up.shape[0], num_bytes)
+        biases = (None if bias is None else bias[...] for bias in (module.gate_bias, module.up_bias))
         module.set_weights(PackedFfn(rows, format, module.model, module.gated, *biases))
 
 
