@@ -1,4 +1,4 @@
-"""How fast does a model load, how much memory does that take, and when does a prepared one write its first token?
+"""How fast does a model load, in how much memory, and when does a prepared one write its first token?
 
     python -m experiments.load_speed [--quick]
 
@@ -7,9 +7,9 @@ measured), as one file and as shards, and loads each in fresh processes while th
 cache. Claims: peak memory, less its level before the load, is at most 1.1 times the weights in the type asked
 for; a load takes at most 1.5 times as long as reading the bytes once into memory.
 
-Then it prepares workdirs of it, in bfloat16 and in 4 bits, and opens each in fresh processes: from `LLM(workdir)`
-to the first token after a prompt of 8 ids, less the imports and the start of JAX. "compiles" is the first such
-process, which has to compile; the others find its programs. Claim: at most 3 s.
+Then it prepares workdirs of it, in bfloat16 and in 4 bits, and opens each in fresh processes: from
+`LLM(workdir)` to the first token after a prompt of 8 ids, less the imports and the start of JAX. "compiles" is
+the first such process, which has to compile; the others find its programs. Claim: at most 3 s.
 """
 
 import json

@@ -50,7 +50,7 @@ def quantise_rows(weight: jax.Array, format: str) -> tuple[jax.Array, jax.Array]
         uint8 [rows, width / 32, 32] (q8_0: the bits of int8), float16 [rows, width / 32].
     """
     blocks = weight.astype(jnp.float32).reshape(weight.shape[0], weight.shape[1] // BLOCK, BLOCK)
-    # The bits of floats that are not negative have the same order, and of integers XLA finds the largest eight
+    # Floats that are not negative have the order of their bits, and of integers XLA finds the largest eight
     # times faster.
     magnitudes = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
     peaks = magnitudes.max(-1, keepdims=True)
