@@ -1,5 +1,6 @@
 """For `experiments.fuzz_formats`: each reader of foreign files, sound files to damage, and what must hold."""
 
+import functools
 import json
 import math
 import pickle
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
+import jax
 import numpy as np
 
 from experiments.fuzz_inputs import (
@@ -25,9 +27,13 @@ from experiments.fuzz_inputs import (
 )
 from pjax.formats import load_tokenizer, read_checkpoint
 from pjax.formats.canonical import weight_shapes
-from pjax.model_config import ModelConfig
+from pjax.model import Decoder
+from pjax.model_config import ModelConfig, Rope
+from pjax.storage import quantize
+from pjax.weights_file import load_weights, save_weights
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_llama, tiny_opt
+from tests.tiny_model import tiny_decoder
 from tests.tiny_pickle import save_tensors
 from tests.tiny_tokenizer import LIBRARIES
 
@@ -188,13 +194,40 @@ def _damage_safetensors(
     rng: random.Random, seeds: Sequence[tuple[str, bytes]]
 ) -> tuple[dict[str, bytes], str]:
     name, raw = rng.choice(seeds)
+    return {f"{name}/model.safetensors": _with_damage(rng, raw)}, name
+
+
+def _with_damage(rng: random.Random, raw: bytes) -> bytes:
+    """A safetensors file with another header, or other bytes."""
     end = 8 + struct.unpack_from("<Q", raw)[0]
     if rng.random() < 0.8:
         header = damage_json(rng, raw[8:end])
-        raw = struct.pack("<Q", len(header)) + header + raw[end:]
-    else:
-        raw = damage_bytes(rng, raw, end)
-    return {f"{name}/model.safetensors": raw}, name
+        return struct.pack("<Q", len(header)) + header + raw[end:]
+    return damage_bytes(rng, raw, end)
+
+
+@functools.cache
+def _packed_model() -> Decoder:
+    return quantize(tiny_decoder(model=32, head_dim=8, rope=Rope(1e4, 8)), "q4_0")
+
+
+def _prepare_weights(folder: Path) -> list[bytes]:
+    save_weights(folder / "weights.pack", _packed_model(), "origin")
+    return [(folder / "weights.pack").read_bytes()]
+
+
+def _damage_weights(rng: random.Random, seeds: Sequence[bytes]) -> tuple[dict[str, bytes], str]:
+    return {"weights.pack": _with_damage(rng, seeds[0])}, "weights.pack"
+
+
+def open_weights_file(path: Path) -> None:
+    """Reads a workdir's weights: those that were written, or none."""
+    expected = _packed_model()
+    found = load_weights(path, expected.config, "origin")
+    if found is None:
+        raise ValueError(f"{path} is not used")
+    leaves = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves)
 
 
 def _prepare_index(folder: Path) -> list[bytes]:
@@ -274,6 +307,7 @@ READERS = (
     Reader("GGUF tokenizer", _prepare_gguf_tokenizers, _damage_gguf, open_tokenizer),
     Reader("config.json", _load_configs, _damage_config, open_model),
     Reader("safetensors", _prepare_safetensors, _damage_safetensors, open_model),
+    Reader("weights.pack", _prepare_weights, _damage_weights, open_weights_file),
     Reader("index of shards", _prepare_index, _damage_index, open_model),
     Reader("pickle", _prepare_pickles, _damage_pickles, open_model),
     Reader("tokenizer folder", _prepare_tokenizers, _damage_tokenizer, open_tokenizer),

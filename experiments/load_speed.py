@@ -8,8 +8,8 @@ cache. Claims: peak memory, less its level before the load, is at most 1.1 times
 for; a load takes at most 1.5 times as long as reading the bytes once into memory.
 
 Then it prepares workdirs of it, in bfloat16 and in 4 bits, and opens each in fresh processes: from
-`LLM(workdir)` to the first token after a prompt of 8 ids, less the imports and the start of JAX. "compiles" is
-the first such process, which has to compile; the others find its programs. Claim: at most 3 s.
+`LLM(workdir)` to the first token after a prompt of 8 ids, less the imports and the start of JAX. "compiles"
+is the first such process, which has to compile; the others find its programs. Claim: at most 3 s.
 """
 
 import json

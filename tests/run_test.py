@@ -106,6 +106,17 @@ def test_a_second_run_reuses_all_of_it(first, workdir):
     assert json.loads(out) == first[2]
 
 
+def test_damaged_weights_are_made_again(first, workdir):
+    file = workdir / "weights.pack"
+    sound = file.read_bytes()
+    file.write_bytes(sound[:-100])
+    assert PROMPT + pjax.LLM(workdir).generate(PROMPT, **OPTIONS).text == first[2]["text"]
+    assert file.read_bytes() == sound[:-100]  # `LLM` never writes
+    code, _, err = run(*SMALL, f"--workdir={workdir}")
+    assert code == 0 and "weights.pack is damaged" in " ".join(err.split()), err
+    assert file.read_bytes() == sound
+
+
 def test_other_settings_make_again_only_what_depends_on_them(first, workdir):
     code, out, err = run(
         *SMALL,

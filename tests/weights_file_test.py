@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from gguf.constants import GGMLQuantizationType
 from safetensors.numpy import load_file, safe_open
 
 import pjax
@@ -18,8 +19,10 @@ from pjax.formats import read_checkpoint
 from pjax.model_config import Rope
 from pjax.storage import load_checkpoint, weight_name
 from pjax.weights_file import load_weights, save_weights, weights_origin
+from tests.gguf_files import write_gguf
 from tests.tiny import tiny_llama
 from tests.tiny_model import tiny_decoder
+from tests.tiny_pickle import save_tensors
 
 WIDE = dict(model=32, head_dim=8, rope=Rope(1e4, 8))
 KINDS = {
@@ -110,6 +113,28 @@ def test_it_is_used_for_the_weights_it_was_made_from_only(tmp_path):
     changed = weights_origin(read_checkpoint(folder), None)
     assert changed != origin and load_weights(tmp_path / "w", checkpoint.config, changed) is None
     assert load_weights(tmp_path / "w", checkpoint.config, origin) is not None
+
+
+@pytest.mark.parametrize("kind", ["gguf", "pickle"])
+def test_origins_in_other_files(kind, tmp_path):
+    """A changed last byte, that of a tensor, is another origin; reading twice is not."""
+    tensors = tiny_llama(tmp_path / "m")
+    if kind == "gguf":
+        file = path = write_gguf(
+            tmp_path / "m.gguf", read_checkpoint(tmp_path / "m"), kind=GGMLQuantizationType.F16
+        )
+        place = len(path.read_bytes()) - 1
+    else:
+        path, file = tmp_path / "m", tmp_path / "m" / "pytorch_model.bin"
+        (path / "model.safetensors").unlink()
+        save_tensors(file, tensors)
+        place = file.read_bytes().index(tensors["model.norm.weight"].tobytes())
+    origin = weights_origin(read_checkpoint(path, activation="relu"), None)
+    assert weights_origin(read_checkpoint(path, activation="relu"), None) == origin
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    assert weights_origin(read_checkpoint(path, activation="relu"), None) != origin
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
