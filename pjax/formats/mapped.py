@@ -15,10 +15,8 @@ from pjax.weights import BFLOAT16
 
 _PIECE_BYTES = 4 << 20  # Hides what a step costs, and stays small beside the smallest models worth mapping.
 _TILE = (64, 1024)  # Rows and columns turned at a time: whole cache lines both ways; the fastest of some.
-_SAMPLES, _SAMPLE_BYTES = (
-    16,
-    4096,
-)  # Of a tensor: any training changes nearly all bytes; a page costs as a byte.
+_SAMPLES = 16  # Of a tensor's bytes, for its fingerprint: any training changes nearly all of them.
+_SAMPLE_BYTES = 4096  # A page costs as much as a byte.
 _POOL = ThreadPoolExecutor(2)  # One core does not saturate the memory; more than two gain little.
 
 
