@@ -10,6 +10,7 @@ namespace {
 struct Avx512Vector : Avx512Floats {
   using Ints = __m512i;
   static constexpr int kAccumulators = 8;
+  static constexpr int kFloatTokens = 2, kBlockTokens = 8, kPanelTokens = 12;
 
   static float Sum(Floats value) { return _mm512_reduce_add_ps(value); }
 

@@ -28,9 +28,9 @@ struct ByteRow {
   static constexpr WeightType kType = WeightType::kQ8_0;
   static constexpr int kVectors = 8;
   static constexpr int kOffset = Vector::kByteOffset;
-  template <typename Load>
-  static Vector::Ints Dot(const Load& load, const int8_t* x, Vector::Ints start) {
-    return Vector::DotBytes(load, x, start);
+  template <int num_tokens, typename Load>
+  static void Dots(const Load& load, const int8_t* x, int64_t stride, Vector::Ints* sums) {
+    Vector::DotBytes<num_tokens>(load, x, stride, sums);
   }
 
   // Sums lie as the codes do, 16 lanes in any group: sum 64 v + 4 l + k is weight 4 v + k of block l.
@@ -66,9 +66,9 @@ struct NibbleRow {
   static constexpr WeightType kType = WeightType::kQ4_0;
   static constexpr int kVectors = 4;
   static constexpr int kOffset = 8;
-  template <typename Load>
-  static Vector::Ints Dot(const Load& load, const int8_t* x, Vector::Ints start) {
-    return Vector::DotNibbles(load, x, start);
+  template <int num_tokens, typename Load>
+  static void Dots(const Load& load, const int8_t* x, int64_t stride, Vector::Ints* sums) {
+    Vector::DotNibbles<num_tokens>(load, x, stride, sums);
   }
 
   // Sum 16 i + l is weight i of block l.
@@ -167,25 +167,38 @@ struct BlockKernels {
     memset(ones, 1 - Vector::kByteOffset, sizeof(ones));
     const auto load = [&](int) { return Vector::LoadInts(ones); };
     for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
-      const Vector::Ints none = Vector::ZeroInts();
-      Vector::StoreInts(group->starts + lane, Vector::DotBytes(load, group->codes + 4 * lane, none));
+      Vector::Ints sum = Vector::ZeroInts();
+      Vector::DotBytes<1>(load, group->codes + 4 * lane, 0, &sum);
+      Vector::StoreInts(group->starts + lane, sum);
     }
     for (int32_t& start : group->starts) start *= -Row::kOffset;
   }
 
-  static float Dot(const void* row, const void* prepared, int64_t size, const void* next) {
+  template <int num_tokens>
+  static void Dots(const void* row, const char* prepared, int64_t stride, int64_t size, const void* next,
+                   float* products) {
     const int64_t num_groups = NumGroups(size);
     const auto* codes = static_cast<const char*>(row);
     const char* scales = ScalesOf(row, size, 0);
-    const auto* x = static_cast<const PreparedGroup*>(prepared);
-    Floats sums[kParts];
-    for (Floats& sum : sums) sum = Vector::Zero();
+    Floats sums[num_tokens][kParts];
+#pragma GCC unroll 8
+    for (auto& parts : sums) {
+      for (Floats& sum : parts) sum = Vector::Zero();
+    }
 
-    const auto add = [&](int part, const PreparedGroup& group, const auto& load, Floats weight_scales) {
+    const auto add = [&](int part, int64_t g, const auto& load, Floats weight_scales) {
       const int lane = part * Vector::kLanes;
-      const Vector::Ints products = Row::Dot(load, group.codes + 4 * lane, Vector::LoadInts(group.starts + lane));
-      const Floats scaled = Vector::Multiply(Vector::ToFloats(products), Vector::Load(group.scales + lane));
-      sums[part] = Vector::MultiplyAdd(scaled, weight_scales, sums[part]);
+      const char* x = prepared + g * static_cast<int64_t>(sizeof(PreparedGroup));
+      const auto group = [&](int t) { return reinterpret_cast<const PreparedGroup*>(x + t * stride); };
+      Vector::Ints totals[num_tokens];
+#pragma GCC unroll 8
+      for (int t = 0; t < num_tokens; ++t) totals[t] = Vector::LoadInts(group(t)->starts + lane);
+      Row::template Dots<num_tokens>(load, group(0)->codes + 4 * lane, stride, totals);
+#pragma GCC unroll 8
+      for (int t = 0; t < num_tokens; ++t) {
+        const Floats scaled = Vector::Multiply(Vector::ToFloats(totals[t]), Vector::Load(group(t)->scales + lane));
+        sums[t][part] = Vector::MultiplyAdd(scaled, weight_scales, sums[t][part]);
+      }
     };
 
     for (int64_t g = 0; g < num_groups; ++g) {
@@ -194,7 +207,7 @@ struct BlockKernels {
       for (int part = 0; part < kParts; ++part) {
         const char* lanes = codes + g * kGroupBytes + 4 * part * Vector::kLanes;
         const char* group_scales = scales + (g * kGroupBlocks + part * Vector::kLanes) * kScaleBytes;
-        add(part, x[g], [&](int v) { return Vector::LoadInts(lanes + v * kVectorBytes); },
+        add(part, g, [&](int v) { return Vector::LoadInts(lanes + v * kVectorBytes); },
             Vector::LoadHalfs(group_scales));
       }
     }
@@ -202,12 +215,15 @@ struct BlockKernels {
     for (int part = 0; part * Vector::kLanes < rest; ++part) {
       const int first = part * Vector::kLanes, count = rest - first;
       const char* lanes = codes + num_groups * kGroupBytes + 4 * first;
-      add(part, x[num_groups], [&](int v) { return Vector::LoadSomeInts(lanes + v * 4 * rest, count); },
+      add(part, num_groups, [&](int v) { return Vector::LoadSomeInts(lanes + v * 4 * rest, count); },
           Vector::LoadSomeHalfs(scales + (num_groups * kGroupBlocks + first) * kScaleBytes, count));
     }
     PrefetchRest(next, size);
-    for (int part = 1; part < kParts; ++part) sums[0] = Vector::Add(sums[0], sums[part]);
-    return Vector::Sum(sums[0]);
+#pragma GCC unroll 8
+    for (int t = 0; t < num_tokens; ++t) {
+      for (int part = 1; part < kParts; ++part) sums[t][0] = Vector::Add(sums[t][0], sums[t][part]);
+      products[t] = Vector::Sum(sums[t][0]);
+    }
   }
 
   // A partial last group of some rows, spread to 16 lanes: those that it lacks have factors of zero.
@@ -263,6 +279,25 @@ struct BlockKernels {
     Row::template Add<num_rows>(codes, last.factors, sums + num_groups * kGroupColumns);
   }
 
+  static void Unpack(const void* row, int64_t size, int64_t first, int64_t count, float* columns) {
+    const float one = 1.0f;
+    for (int64_t start = first; start < first + count; start += kGroupColumns, columns += kGroupColumns) {
+      const int64_t g = start / kGroupColumns, rest = NumBlocks(size) - g * kGroupBlocks;
+      LastGroup<1> spread;
+      const char* codes = static_cast<const char*>(row) + g * kGroupBytes;
+      if (rest < kGroupBlocks) {
+        Spread<1>(&row, &one, size, static_cast<int>(rest), &spread);
+        codes = spread.codes[0];
+      } else {
+        for (int lane = 0; lane < kGroupBlocks; lane += Vector::kLanes) {
+          Vector::Store(spread.factors[0] + lane, Vector::LoadHalfs(ScalesOf(row, size, g) + lane * kScaleBytes));
+        }
+      }
+      memset(columns, 0, kGroupColumns * sizeof(float));
+      Row::template Add<1>(&codes, spread.factors, columns);
+    }
+  }
+
   static void Finish(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y) {
     alignas(64) float total[kGroupColumns], ordered[kGroupColumns];
     for (int64_t start = 0; start < size; start += kGroupColumns) {
@@ -274,5 +309,7 @@ struct BlockKernels {
   }
 
   static constexpr RowKernels kTable = {Row::kType, kGroupColumns, kBlock, RowBytes, PreparedBytes, Prepare,
-                                        Dot, AddAnyRows<BlockKernels>, Finish, SumWords};
+                                        DotTokens<BlockKernels, Vector::kBlockTokens>, AddAnyRows<BlockKernels>,
+                                        Finish, Unpack, TransposePanel, MultiplyPanel<Vector::kPanelTokens>,
+                                        SumWords};
 };

@@ -70,20 +70,30 @@ struct FloatKernels {
     }
   }
 
-  static float Dot(const void* row, const void* prepared, int64_t size, const void* next) {
+  template <int num_tokens>
+  static void Dots(const void* row, const char* prepared, int64_t stride, int64_t size, const void* next,
+                   float* products) {
     constexpr int kBlocksPerStep = Vector::kAccumulators / kVectorsPerBlock;
     const auto* weights = static_cast<const Element*>(row);
-    const auto* x = static_cast<const float*>(prepared);
     const int64_t num_blocks = size / kBlock;
-    Floats sums[Vector::kAccumulators];
+    Floats sums[num_tokens][Vector::kAccumulators];
+#pragma GCC unroll 2
+    for (auto& token_sums : sums) {
 #pragma GCC unroll 8
-    for (auto& sum : sums) sum = Vector::Zero();
+      for (auto& sum : token_sums) sum = Vector::Zero();
+    }
 
     const auto add_block = [&](const Element* block_weights, int64_t block, int first_sum) {
+      const auto* x = reinterpret_cast<const float*>(prepared) + block * kBlock;
 #pragma GCC unroll 8
       for (int v = 0; v < kVectorsPerBlock; ++v) {
-        const Floats factors = Vector::Load(x + block * kBlock + v * Vector::kLanes);
-        sums[first_sum + v] = Vector::MultiplyAdd(Row::Load(block_weights, v), factors, sums[first_sum + v]);
+        const Floats loaded = Row::Load(block_weights, v);
+#pragma GCC unroll 2
+        for (int t = 0; t < num_tokens; ++t) {
+          const auto* factors = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + t * stride);
+          Floats& sum = sums[t][first_sum + v];
+          sum = Vector::MultiplyAdd(loaded, Vector::Load(factors + v * Vector::kLanes), sum);
+        }
       }
     };
 
@@ -103,12 +113,15 @@ struct FloatKernels {
       add_block(padded, num_blocks, 0);
     }
 
+#pragma GCC unroll 2
+    for (int t = 0; t < num_tokens; ++t) {
 #pragma GCC unroll 8
-    for (int width = Vector::kAccumulators / 2; width > 0; width /= 2) {
+      for (int width = Vector::kAccumulators / 2; width > 0; width /= 2) {
 #pragma GCC unroll 8
-      for (int i = 0; i < width; ++i) sums[i] = Vector::Add(sums[i], sums[i + width]);
+        for (int i = 0; i < width; ++i) sums[t][i] = Vector::Add(sums[t][i], sums[t][i + width]);
+      }
+      products[t] = Vector::Sum(sums[t][0]);
     }
-    return Vector::Sum(sums[0]);
   }
 
   template <int num_rows>
@@ -153,6 +166,20 @@ struct FloatKernels {
     }
   }
 
+  static void Unpack(const void* row, int64_t /*size*/, int64_t first, int64_t count, float* columns) {
+    const auto* weights = static_cast<const Element*>(row);
+    const auto unpack_block = [&](const Element* block, float* to) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectorsPerBlock; ++v) Vector::Store(to + v * Vector::kLanes, Row::Load(block, v));
+    };
+    int64_t i = 0;
+    for (; i + kBlock <= count; i += kBlock) unpack_block(weights + first + i, columns + i);
+    if (i == count) return;
+    Element padded[kBlock] = {};
+    memcpy(padded, weights + first + i, (count - i) * sizeof(padded[0]));
+    unpack_block(padded, columns + i);
+  }
+
   static void Finish(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y) {
     int64_t start = 0;
     alignas(64) float total[kTile];
@@ -169,5 +196,7 @@ struct FloatKernels {
   }
 
   static constexpr RowKernels kTable = {Row::kType, kBlock, 1, RowBytes, PreparedBytes, Prepare,
-                                        Dot, AddAnyRows<FloatKernels>, Finish, SumWords};
+                                        DotTokens<FloatKernels, Vector::kFloatTokens>, AddAnyRows<FloatKernels>,
+                                        Finish, Unpack, TransposePanel, MultiplyPanel<Vector::kPanelTokens>,
+                                        SumWords};
 };

@@ -6,6 +6,7 @@
 
 #include "matvec.h"
 #include "norm.h"
+#include "panel_product.h"
 #include "sparse_ffn.h"
 #include "thread_pool.h"
 
@@ -134,27 +135,60 @@ ffi::Error PackedFfnImpl(Matrix32 x, PackedRows rows, Vector32 gate_bias, Vector
   return ffi::Error::Success();
 }
 
-ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixResult y, int64_t format) {
-  if (weight.dimensions().size() != 2) return ffi::Error::InvalidArgument("weight: expected shape [out, in]");
+// Rows of `columns` weights: a plain array [rows, columns], or packed ones, which begin at byte `offset` of each row of an
+// array of bytes.
+struct Rows {
+  const RowKernels* kernels;
+  const char* data;
+  int64_t count, stride;
+};
+
+ffi::Error ReadRows(const ffi::AnyBuffer& weight, int64_t columns, int64_t format, int64_t offset, Rows* rows) {
+  if (weight.dimensions().size() != 2) return ffi::Error::InvalidArgument("weight: expected two axes");
   if (format < 0 || format > 2) {
     return ffi::Error::InvalidArgument("format: expected 0 (as stored), 1 (q8_0) or 2 (q4_0), got " +
                                        std::to_string(format));
   }
   const std::optional<WeightType> type = format == 0 ? TypeOf(weight) : TypeOfFormat(format);
   if (!type) return ffi::Error::InvalidArgument("weight: expected float32, bfloat16 or float16, or packed rows");
-  if (format > 0 && weight.element_type() != ffi::U8) {
-    return ffi::Error::InvalidArgument("weight: expected uint8, of packed rows");
-  }
   const RowKernels& kernels = KernelsFor(Level(), *type);
-  const int64_t batch = x.dimensions()[0], rows = weight.dimensions()[0], columns = x.dimensions()[1];
-  PJAX_RETURN_IF_ERROR(ExpectWholeBlocks("x", columns, kernels));
-  PJAX_RETURN_IF_ERROR(
-      Expect("weight", weight.dimensions(), {rows, format == 0 ? columns : kernels.row_bytes(columns)}));
-  if (bias.element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("bias", bias.dimensions(), {rows}));
-  PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, rows}));
+  const int64_t count = weight.dimensions()[0], row_bytes = kernels.row_bytes(columns);
+  int64_t stride = row_bytes;
+  if (format == 0) {
+    PJAX_RETURN_IF_ERROR(Expect("weight", weight.dimensions(), {count, columns}));
+  } else {
+    PJAX_RETURN_IF_ERROR(ExpectWholeBlocks("columns", columns, kernels));
+    stride = weight.dimensions()[1];
+    if (weight.element_type() != ffi::U8 || offset < 0 || offset + row_bytes > stride) {
+      return ffi::Error::InvalidArgument("weight: expected uint8 rows of at least " +
+                                         std::to_string(offset + row_bytes) + " bytes");
+    }
+  }
+  *rows = {&kernels, static_cast<const char*>(weight.untyped_data()) + offset, count, stride};
+  return ffi::Error::Success();
+}
+
+ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixResult y, int64_t format,
+                      int64_t offset) {
+  const int64_t batch = x.dimensions()[0], columns = x.dimensions()[1];
+  Rows rows;
+  PJAX_RETURN_IF_ERROR(ReadRows(weight, columns, format, offset, &rows));
+  if (bias.element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("bias", bias.dimensions(), {rows.count}));
+  PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, rows.count}));
   const float* bias_data = IfPresent(bias.typed_data(), bias.element_count());
-  const MatvecArgs args{weight.untyped_data(), bias_data, x.typed_data(), batch, rows, columns, y->typed_data()};
-  Matvec(args, kernels, ThreadPool::Process());
+  Matvec({rows.data, rows.stride, bias_data, x.typed_data(), batch, rows.count, columns, y->typed_data()},
+         *rows.kernels, ThreadPool::Process());
+  return ffi::Error::Success();
+}
+
+ffi::Error CombineRowsImpl(Matrix32 x, ffi::AnyBuffer weight, MatrixResult y, int64_t format, int64_t offset) {
+  const int64_t batch = x.dimensions()[0], columns = y->dimensions()[1];
+  Rows rows;
+  PJAX_RETURN_IF_ERROR(ReadRows(weight, columns, format, offset, &rows));
+  PJAX_RETURN_IF_ERROR(Expect("x", x.dimensions(), {batch, rows.count}));
+  PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, columns}));
+  CombineRows({rows.data, rows.stride, x.typed_data(), batch, rows.count, columns, y->typed_data()}, *rows.kernels,
+              ThreadPool::Process());
   return ffi::Error::Success();
 }
 
@@ -192,6 +226,7 @@ PJAX_EXPORT XLA_FFI_Error* pjax_sparse_ffn(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_packed_ffn(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_matvec(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_norm(XLA_FFI_CallFrame*);
+PJAX_EXPORT XLA_FFI_Error* pjax_combine_rows(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_stream_sum(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_address(XLA_FFI_CallFrame*);
 
@@ -248,7 +283,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_matvec, pjax::MatvecImpl,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<pjax::Vector32>()
                                   .Ret<pjax::Matrix32>()
-                                  .Attr<int64_t>("format"));
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_combine_rows, pjax::CombineRowsImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<pjax::Matrix32>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<pjax::Matrix32>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("offset"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_norm, pjax::NormImpl,
                               xla::ffi::Ffi::Bind()

@@ -1,4 +1,4 @@
-// A matrix times a few vectors, at the speed at which the matrix comes out of memory.
+// A matrix times vectors: a few of them at the speed at which the matrix comes out of memory.
 #ifndef PJAX_FFI_MATVEC_H_
 #define PJAX_FFI_MATVEC_H_
 
@@ -10,14 +10,16 @@
 namespace pjax {
 
 struct MatvecArgs {
-  const void* weight;  // [rows] rows of `columns` weights, as RowKernels has them, without gaps
+  const void* weight;  // the first of `rows` rows of `columns` weights, as RowKernels has them
+  int64_t row_stride;  // bytes from one row to the next
   const float* bias;   // [rows] or nullptr
   const float* x;      // [batch, columns]
   int64_t batch, rows, columns;
   float* y;            // [batch, rows]
 };
 
-// y[t, r] = weight[r] . x[t] + bias[r]. Every row is read from memory once; the tokens find it in the cache.
+// y[t, r] = weight[r] . x[t] + bias[r]. Every row is read from memory once; the tokens find it in the cache. A token's
+// result has the same bits whatever else is in the batch, and for any number of threads.
 void Matvec(const MatvecArgs& args, const RowKernels& kernels, ThreadPool& pool);
 
 // Sum modulo 2^32 of the buffer as native uint32 words, the last one padded with zero bytes.

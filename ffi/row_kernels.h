@@ -20,6 +20,9 @@ constexpr int64_t kBlock = 32;
 // Down rows that one pass over the accumulator adds: 4 is the measured optimum (1: -3 %, 8: -2 %).
 constexpr int kGroup = 4;
 
+// Columns of a panel of float32 weights: with a dozen tokens their sums fill the registers of AVX-512.
+constexpr int kPanelWidth = 32;
+
 // How one row of `size` weights lies in memory. float32, bfloat16, float16: its elements.
 //
 // q8_0 and q4_0: the codes of nb = size / 32 blocks, in groups of 16 blocks (the last may have n < 16), then nb
@@ -42,13 +45,23 @@ struct RowKernels {
   // to even. A block with a NaN or an infinity has scale NaN, so that all products with it are NaN; one below 2^-110
   // counts as zero.
   void (*prepare)(const float* x, int64_t size, void* prepared);
-  // Sum of row[i] * x[i]. While line i of the row is used, line i of `next` is prefetched (`next` may be any address).
-  float (*dot)(const void* row, const void* prepared, int64_t size, const void* next);
+  // products[t] = sum of row[i] * x[t][i], for num_tokens prepared x that lie `stride` bytes apart; the same bits for x
+  // alone and beside others. While line i of the row is used, line i of `next` is prefetched (it may be any address).
+  void (*dots)(const void* row, const void* prepared, int64_t stride, int64_t num_tokens, int64_t size,
+               const void* next, float* products);
   // sums[i] += coefficients[0] * rows[0][i] + ..., in that order, for the first num_rows <= kGroup rows.
   void (*add_rows)(const void* const* rows, const float* coefficients, int num_rows, float* sums, int64_t size,
                    const void* const* next);
   // y = sums + (sums + stride) + ..., in that order, num_sums >= 1 of them, of `size` columns each, in memory order.
   void (*finish)(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y);
+  // Columns first..first + count of a row, in the order of the sums and with zeros up to whole groups; `first` begins one.
+  void (*unpack)(const void* row, int64_t size, int64_t first, int64_t count, float* columns);
+  // panel[k][r] = rows[r][k] for kPanelWidth rows that lie `stride` apart, and k < depth, a multiple of 4.
+  void (*transpose)(const float* rows, int64_t stride, int64_t depth, float* panel);
+  // sums[t][j] += panel[0][j] * x[t][0] + panel[1][j] * x[t][1] + ..., in that order, for j < kPanelWidth; x and sums of
+  // a token lie `x_stride` and `sums_stride` from those of the one before.
+  void (*multiply_panel)(const float* panel, int64_t depth, const float* x, int64_t x_stride, int64_t num_tokens,
+                         float* sums, int64_t sums_stride);
   // Sum modulo 2^32 of `count` words, prefetching 4 KB ahead.
   uint32_t (*sum_words)(const uint32_t* words, int64_t count);
 };

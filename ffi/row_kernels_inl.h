@@ -1,6 +1,8 @@
 // The row kernels, written once over a type Vector that each instruction set's file defines before including this:
 //
 //   Floats, Ints: registers of kLanes (8 or 16) float32 or int32.   kAccumulators: independent sums of a dot.
+//   kFloatTokens, kBlockTokens: powers of two, x of which the sums of a dot fit in registers side by side.
+//   kPanelTokens: x whose kPanelWidth sums do.
 //   Zero, Broadcast, Load, Store, Add, Multiply, MultiplyAdd, Sum.
 //   LoadEven, LoadOdd: 2 * kLanes bfloat16 -> the even / odd ones.
 //   LoadHalfs: kLanes float16.   LoadBytes: kLanes int8.
@@ -10,10 +12,11 @@
 //   RepeatFourTimes: kLanes / 4 floats, each four times.   Transpose4: 4 x 4 floats.
 //   MagnitudeBits: the bits of the largest of 32 floats without their signs; no less than those of infinity for a NaN.
 //   RoundBlock(block, factor, codes): 32 floats times the factor, to the nearest int8; half-way to the even one.
-//   DotBytes(load, x, start): start + sum over v < 8 of the products of the four int8 of each lane of load(v), and
-//     those at x + 64 v; exact if the sums start at -kByteOffset * (sum of x).
-//   DotNibbles(load, x, start): the same for the low four bits of the bytes of load(j), j < 4, and the x at 128 j, and
-//     the high four and the x at 128 j + 64, as numbers 0 to 15.
+//   DotBytes<n>(load, x, stride, sums): adds to each of n sums the sum over v < 8 of the products of the four int8 of
+//     each lane of load(v), and those at x + 64 v, the next x being `stride` bytes on; exact if the sums start at
+//     -kByteOffset * (sum of x).
+//   DotNibbles<n>(load, x, stride, sums): the same for the low four bits of the bytes of load(j), j < 4, and the x at
+//     128 j, and the high four and the x at 128 j + 64, as numbers 0 to 15.
 //
 // It deliberately has no include guard and lives in an anonymous namespace: each including file gets its own copy.
 #include <string.h>
@@ -38,6 +41,20 @@ void AddSums(const float* sums, int64_t stride, int64_t num_sums, float* total) 
   memcpy(total, sums, count * sizeof(float));
   for (int64_t s = 1; s < num_sums; ++s) {
     for (int i = 0; i < count; ++i) total[i] += sums[s * stride + i];
+  }
+}
+
+// Tokens are taken `count` at a time, the rest half as many at a time.
+template <typename Kernels, int count>
+void DotTokens(const void* row, const void* prepared, int64_t stride, int64_t num_tokens, int64_t size,
+               const void* next, float* products) {
+  const char* x = static_cast<const char*>(prepared);
+  for (; num_tokens >= count; num_tokens -= count, x += count * stride, products += count) {
+    Kernels::template Dots<count>(row, x, stride, size, next, products);
+    next = row;  // requested; later tokens find this row in the cache
+  }
+  if constexpr (count > 1) {
+    if (num_tokens > 0) DotTokens<Kernels, count / 2>(row, x, stride, num_tokens, size, next, products);
   }
 }
 
@@ -72,6 +89,8 @@ uint32_t SumWords(const uint32_t* words, int64_t count) {
   for (uint32_t sum : sums) total += sum;
   return total;
 }
+
+#include "panel_inl.h"
 
 #include "block_rows_inl.h"
 #include "float_rows_inl.h"

@@ -11,6 +11,7 @@ namespace {
 struct Vector : Avx2Floats {
   using Ints = __m256i;
   static constexpr int kAccumulators = 8;
+  static constexpr int kFloatTokens = 1, kBlockTokens = 4, kPanelTokens = 3;
   static constexpr int kByteOffset = 0;
 
   static float Sum(Floats value) {
@@ -80,27 +81,35 @@ struct Vector : Avx2Floats {
 
   // The multiplication of bytes takes one operand without sign and saturates its sums of pairs. Of |w| <= 128 and
   // |x| <= 127 these are at most 32512, and of nibbles 3810, so that even eight of them add up in 16 bits.
-  template <typename Load>
-  static Ints DotBytes(const Load& load, const int8_t* x, Ints start) {
+  template <int num_tokens, typename Load>
+  static void DotBytes(const Load& load, const int8_t* x, int64_t stride, Ints* sums) {
 #pragma GCC unroll 8
     for (int v = 0; v < 8; ++v) {
-      const __m256i w = load(v), signed_input = _mm256_sign_epi8(LoadInts(x + 64 * v), w);
-      start = _mm256_add_epi32(start, AddPairs(_mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_input)));
+      const __m256i w = load(v), size = _mm256_abs_epi8(w);
+#pragma GCC unroll 4
+      for (int t = 0; t < num_tokens; ++t) {
+        const __m256i signed_input = _mm256_sign_epi8(LoadInts(x + t * stride + 64 * v), w);
+        sums[t] = _mm256_add_epi32(sums[t], AddPairs(_mm256_maddubs_epi16(size, signed_input)));
+      }
     }
-    return start;
   }
-  template <typename Load>
-  static Ints DotNibbles(const Load& load, const int8_t* x, Ints start) {
+  template <int num_tokens, typename Load>
+  static void DotNibbles(const Load& load, const int8_t* x, int64_t stride, Ints* sums) {
     const __m256i low_bits = _mm256_set1_epi8(15);
-    __m256i low = _mm256_setzero_si256(), high = low;
+    __m256i pairs[num_tokens];
+    for (__m256i& pair : pairs) pair = _mm256_setzero_si256();
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const __m256i w = load(j), shifted = _mm256_srli_epi16(w, 4);
-      low = _mm256_add_epi16(low, _mm256_maddubs_epi16(_mm256_and_si256(w, low_bits), LoadInts(x + 128 * j)));
-      high = _mm256_add_epi16(
-          high, _mm256_maddubs_epi16(_mm256_and_si256(shifted, low_bits), LoadInts(x + 128 * j + 64)));
+      const __m256i w = load(j), low = _mm256_and_si256(w, low_bits);
+      const __m256i high = _mm256_and_si256(_mm256_srli_epi16(w, 4), low_bits);
+#pragma GCC unroll 4
+      for (int t = 0; t < num_tokens; ++t) {
+        const int8_t* token = x + t * stride + 128 * j;
+        pairs[t] = _mm256_add_epi16(pairs[t], _mm256_maddubs_epi16(low, LoadInts(token)));
+        pairs[t] = _mm256_add_epi16(pairs[t], _mm256_maddubs_epi16(high, LoadInts(token + 64)));
+      }
     }
-    return _mm256_add_epi32(start, _mm256_add_epi32(AddPairs(low), AddPairs(high)));
+    for (int t = 0; t < num_tokens; ++t) sums[t] = _mm256_add_epi32(sums[t], AddPairs(pairs[t]));
   }
 
  private:

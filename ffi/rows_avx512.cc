@@ -10,30 +10,39 @@ struct Vector : Avx512Vector {
 
   // The multiplication of bytes takes one operand without sign and saturates its sums of pairs. Of |w| <= 128 and
   // |x| <= 127 these are at most 32512, and of nibbles 3810, so that even eight of them add up in 16 bits.
-  template <typename Load>
-  static Ints DotBytes(const Load& load, const int8_t* x, Ints start) {
+  template <int num_tokens, typename Load>
+  static void DotBytes(const Load& load, const int8_t* x, int64_t stride, Ints* sums) {
 #pragma GCC unroll 8
     for (int v = 0; v < 8; ++v) {
-      const __m512i w = load(v), input = _mm512_loadu_si512(x + 64 * v);
-      const __m512i signed_input =
-          _mm512_mask_sub_epi8(input, _mm512_movepi8_mask(w), _mm512_setzero_si512(), input);
-      start = _mm512_add_epi32(start, AddPairs(_mm512_maddubs_epi16(_mm512_abs_epi8(w), signed_input)));
+      const __m512i w = load(v), size = _mm512_abs_epi8(w);
+      const __mmask64 negative = _mm512_movepi8_mask(w);
+#pragma GCC unroll 8
+      for (int t = 0; t < num_tokens; ++t) {
+        const __m512i input = _mm512_loadu_si512(x + t * stride + 64 * v);
+        const __m512i signed_input = _mm512_mask_sub_epi8(input, negative, _mm512_setzero_si512(), input);
+        sums[t] = _mm512_add_epi32(sums[t], AddPairs(_mm512_maddubs_epi16(size, signed_input)));
+      }
     }
-    return start;
   }
-  template <typename Load>
-  static Ints DotNibbles(const Load& load, const int8_t* x, Ints start) {
+  template <int num_tokens, typename Load>
+  static void DotNibbles(const Load& load, const int8_t* x, int64_t stride, Ints* sums) {
     const __m512i low_bits = _mm512_set1_epi8(15);
-    __m512i low = _mm512_setzero_si512(), high = low;
+    __m512i pairs[num_tokens];
+#pragma GCC unroll 8
+    for (__m512i& pair : pairs) pair = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const __m512i w = load(j), shifted = _mm512_srli_epi16(w, 4);
-      low = _mm512_add_epi16(
-          low, _mm512_maddubs_epi16(_mm512_and_si512(w, low_bits), _mm512_loadu_si512(x + 128 * j)));
-      high = _mm512_add_epi16(
-          high, _mm512_maddubs_epi16(_mm512_and_si512(shifted, low_bits), _mm512_loadu_si512(x + 128 * j + 64)));
+      const __m512i w = load(j), low = _mm512_and_si512(w, low_bits);
+      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(w, 4), low_bits);
+#pragma GCC unroll 8
+      for (int t = 0; t < num_tokens; ++t) {
+        const int8_t* token = x + t * stride + 128 * j;
+        pairs[t] = _mm512_add_epi16(pairs[t], _mm512_maddubs_epi16(low, _mm512_loadu_si512(token)));
+        pairs[t] = _mm512_add_epi16(pairs[t], _mm512_maddubs_epi16(high, _mm512_loadu_si512(token + 64)));
+      }
     }
-    return _mm512_add_epi32(start, _mm512_add_epi32(AddPairs(low), AddPairs(high)));
+#pragma GCC unroll 8
+    for (int t = 0; t < num_tokens; ++t) sums[t] = _mm512_add_epi32(sums[t], AddPairs(pairs[t]));
   }
 
  private:

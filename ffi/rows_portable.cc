@@ -9,6 +9,7 @@ namespace {
 struct Vector {
   static constexpr int kLanes = 16;
   static constexpr int kAccumulators = 2;
+  static constexpr int kFloatTokens = 1, kBlockTokens = 1, kPanelTokens = 1;
   static constexpr int kByteOffset = 0;
   struct Floats {
     float lane[kLanes];
@@ -120,25 +121,29 @@ struct Vector {
     }
   }
 
-  template <typename Load>
-  static Ints DotBytes(const Load& load, const int8_t* x, Ints start) {
+  template <int num_tokens, typename Load>
+  static void DotBytes(const Load& load, const int8_t* x, int64_t stride, Ints* sums) {
     for (int v = 0; v < 8; ++v) {
       int8_t w[4 * kLanes];
       StoreInts(w, load(v));
-      for (int i = 0; i < 4 * kLanes; ++i) start.lane[i / 4] += w[i] * x[64 * v + i];
+      for (int t = 0; t < num_tokens; ++t) {
+        const int8_t* token = x + t * stride + 64 * v;
+        for (int i = 0; i < 4 * kLanes; ++i) sums[t].lane[i / 4] += w[i] * token[i];
+      }
     }
-    return start;
   }
-  template <typename Load>
-  static Ints DotNibbles(const Load& load, const int8_t* x, Ints start) {
+  template <int num_tokens, typename Load>
+  static void DotNibbles(const Load& load, const int8_t* x, int64_t stride, Ints* sums) {
     for (int j = 0; j < 4; ++j) {
       uint8_t w[4 * kLanes];
       StoreInts(w, load(j));
-      for (int i = 0; i < 4 * kLanes; ++i) {
-        start.lane[i / 4] += (w[i] & 15) * x[128 * j + i] + (w[i] >> 4) * x[128 * j + 64 + i];
+      for (int t = 0; t < num_tokens; ++t) {
+        const int8_t* token = x + t * stride + 128 * j;
+        for (int i = 0; i < 4 * kLanes; ++i) {
+          sums[t].lane[i / 4] += (w[i] & 15) * token[i] + (w[i] >> 4) * token[64 + i];
+        }
       }
     }
-    return start;
   }
 
  private:

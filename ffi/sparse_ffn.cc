@@ -81,7 +81,9 @@ struct Fork {
     return args.mask == nullptr || num_tokens == 1 ? AllTokens() : wanted.tokens[id - wanted.begin];
   }
   float Dot(const void* row, int64_t token, const void* next) const {
-    return kernels.dot(row, x + token * prepared_bytes, args.model, next);
+    float product;
+    kernels.dots(row, x + token * prepared_bytes, 0, 1, args.model, next, &product);
+    return product;
   }
 };
 

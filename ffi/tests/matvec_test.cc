@@ -17,7 +17,7 @@ void CheckMatvec(const RowKernels& kernels, WeightType type, const std::string& 
     ThreadPool pool(num_threads);
     std::vector<float> y(batch * rows, NAN);
     const float* bias_data = with_bias ? bias.data() : nullptr;
-    Matvec({weight.bytes.data(), bias_data, x.data(), batch, rows, columns, y.data()}, kernels, pool);
+    Matvec({weight.bytes.data(), weight.row_bytes, bias_data, x.data(), batch, rows, columns, y.data()}, kernels, pool);
     if (num_threads == 1) first = y;
     PJAX_CHECK(SameBits(first, y), text + ", threads " + std::to_string(num_threads));
   }

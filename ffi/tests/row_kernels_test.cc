@@ -23,7 +23,9 @@ int64_t Padded(const RowKernels& kernels, int64_t size) {
 
 float DotOf(const RowKernels& kernels, const Weights& row, const std::vector<float>& x) {
   const Prepared prepared(kernels, x.data(), x.size());
-  return kernels.dot(row.bytes.data(), prepared.data, x.size(), row.bytes.data());
+  float product;
+  kernels.dots(row.bytes.data(), prepared.data, 0, 1, x.size(), row.bytes.data(), &product);
+  return product;
 }
 
 void CheckDot(const RowKernels& kernels, WeightType type, const std::string& text, int64_t size, std::mt19937& rng) {

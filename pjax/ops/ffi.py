@@ -9,14 +9,14 @@ import os
 import pathlib
 import re
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pjax.model_config import Activation
-from pjax.weights import AnyFfn, Matrix, PackedFfn, PackedMatrix
+from pjax.weights import AnyFfn, Matrix, PackedFfn, PackedMatrix, row_bytes
 
 WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint8)
 """Types of arrays of weights that the kernels read; uint8 are packed rows."""
@@ -27,7 +27,16 @@ _FORMATS = {"q8_0": np.int64(1), "q4_0": np.int64(2)}
 _LIBRARY_NAME = "libpjax_cpu.so"
 _TARGETS = tuple(
     f"pjax_{name}"
-    for name in ("sparse_ffn", "packed_ffn", "matvec", "decode_attention", "norm", "stream_sum", "address")
+    for name in (
+        "sparse_ffn",
+        "packed_ffn",
+        "matvec",
+        "combine_rows",
+        "decode_attention",
+        "norm",
+        "stream_sum",
+        "address",
+    )
 )
 _LOCK = threading.Lock()
 
@@ -77,18 +86,72 @@ def sparse_ffn(
     return y, counts
 
 
-def matvec(x: jax.Array, weight: Matrix, bias: jax.Array | None) -> jax.Array:
-    """The kernel behind `pjax.ops.matvec`.
+class Rows(NamedTuple):
+    """Rows of weights as the kernels find them.
+
+    Attributes:
+        array: float [rows, width], or uint8 [rows, bytes] of which a packed row is a part.
+        format: "q8_0" or "q4_0"; None for a float type, which the array tells.
+        width: numbers in a row.
+        offset: the byte at which each packed row begins.
+    """
+
+    array: jax.Array
+    format: str | None
+    width: int
+    offset: int = 0
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the handlers are told beside the array."""
+        return {
+            "format": np.int64(0) if self.format is None else _FORMATS[self.format],
+            "offset": np.int64(self.offset),
+        }
+
+
+def matrix_rows(weight: Matrix) -> Rows:
+    """The rows of a matrix [out, in]."""
+    if isinstance(weight, PackedMatrix):
+        return Rows(weight.rows, weight.format, weight.width)
+    return Rows(weight, None, weight.shape[1])
+
+
+def ffn_rows(ffn: AnyFfn) -> tuple[Rows | None, Rows, Rows]:
+    """The rows of gate (if any), up and down."""
+    if isinstance(ffn, PackedFfn):
+        num_bytes = row_bytes(ffn.format, ffn.model)
+        parts = [Rows(ffn.rows, ffn.format, ffn.model, i * num_bytes) for i in range(3 if ffn.gated else 2)]
+        return (parts[0] if ffn.gated else None), parts[-2], parts[-1]
+    gate = None if ffn.gate is None else matrix_rows(ffn.gate)
+    return gate, matrix_rows(ffn.up), matrix_rows(ffn.down)
+
+
+def matvec(x: jax.Array, rows: Rows, bias: jax.Array | None) -> jax.Array:
+    """The kernel behind `pjax.ops.matvec`: float32 [batch, rows].
 
     Args:
-        x: float32 [batch, in].
-        weight: [out, in].
-        bias: [out] or None.
+        x: float32 [batch, width].
+        rows: the weight.
+        bias: [rows] or None.
     """
-    packed = isinstance(weight, PackedMatrix)
-    rows, format = (weight.rows, _FORMATS[weight.format]) if packed else (weight, np.int64(0))
-    result = jax.ShapeDtypeStruct((x.shape[0], rows.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("pjax_matvec", result)(x, rows, _float32_or_empty(bias), format=format)
+    result = jax.ShapeDtypeStruct((x.shape[0], rows.array.shape[0]), jnp.float32)
+    call = jax.ffi.ffi_call("pjax_matvec", result)
+    return call(x, rows.array, _float32_or_empty(bias), **rows.attributes)
+
+
+def combine_rows(x: jax.Array, rows: Rows) -> jax.Array:
+    """`sum_i x_i * rows_i`, for many tokens.
+
+    Args:
+        x: float32 [batch, rows].
+        rows: the weight.
+
+    Returns:
+        float32 [batch, width].
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], rows.width), jnp.float32)
+    return jax.ffi.ffi_call("pjax_combine_rows", result)(x, rows.array, **rows.attributes)
 
 
 def decode_attention(

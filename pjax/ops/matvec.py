@@ -1,4 +1,4 @@
-"""The matrix-vector product of projections and heads, and the probe that measures memory bandwidth."""
+"""The product of a matrix with one or many vectors, and the probe that measures memory bandwidth."""
 
 import functools
 
@@ -8,10 +8,6 @@ from pjax.ops import checks, ffi, reference
 from pjax.ops.dispatch import Implementation, dispatch, make_operator
 from pjax.weights import Matrix
 
-MAX_MATVEC_TOKENS = 16
-"""The kernel reads the weight once a token, at the rate of memory; XLA's matrix product reads it once, and
-from so many tokens on that is worth more than its slower start."""
-
 
 def matvec(
     x: jax.Array,
@@ -20,7 +16,9 @@ def matvec(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """`x @ weight.T + bias` in float32, for few vectors. Differentiable.
+    """`x @ weight.T + bias` in float32. Differentiable.
+
+    Of a quantised weight a token's result is the same, to the bit, whatever else is in its batch.
 
     Args:
         x: [batch, in] or [in].
@@ -63,7 +61,6 @@ def stream_sum(x: jax.Array, *, implementation: Implementation | None = None) ->
 
 
 _matvec = make_operator(
-    kernel=lambda x, weights: ffi.matvec(x, *weights),
+    kernel=lambda x, weights: ffi.matvec(x, ffi.matrix_rows(weights[0]), weights[1]),
     formula=lambda x, weights: reference.matvec(x, *weights),
-    max_kernel_tokens=MAX_MATVEC_TOKENS,
 )

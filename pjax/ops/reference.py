@@ -40,6 +40,13 @@ def norm(
     return y if bias is None else y + bias[None, :]
 
 
+def ffn_values(gate: jax.Array | None, up: jax.Array, activation: Activation) -> jax.Array:
+    """What multiplies the down rows of a dense FFN: float32 [..., neurons], of gate and up products such."""
+    if gate is None:
+        return activate(up, activation)
+    return activate(gate, activation) * (activate(up, activation) if activation.name == "drelu" else up)
+
+
 def matvec(x: jax.Array, weight: Matrix, bias: jax.Array | None = None) -> jax.Array:
     """`x @ weight.T + bias` in float32; x is rounded as `round_input` does where the weight is quantised.
 
@@ -66,12 +73,8 @@ def dense_ffn(x: jax.Array, ffn: AnyFfn, activation: Activation) -> tuple[jax.Ar
         float32 [..., model], the result; float32 [..., neurons], the values.
     """
     x, ffn = _plain(x, ffn)
-    up = matvec(x, ffn.up, ffn.up_bias)
-    if ffn.gate is None:
-        values = activate(up, activation)
-    else:
-        up = activate(up, activation) if activation.name == "drelu" else up
-        values = activate(matvec(x, ffn.gate, ffn.gate_bias), activation) * up
+    gate = None if ffn.gate is None else matvec(x, ffn.gate, ffn.gate_bias)
+    values = ffn_values(gate, matvec(x, ffn.up, ffn.up_bias), activation)
     return _multiply(values, ffn.down, weight_axis=0), values
 
 

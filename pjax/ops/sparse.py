@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from pjax.base import FfnCounts
 from pjax.model_config import Activation
 from pjax.ops import checks, ffi, reference
-from pjax.ops.dispatch import Implementation, check_implementation, make_operator
-from pjax.ops.matvec import MAX_MATVEC_TOKENS
+from pjax.ops.dispatch import Implementation, make_operator
 from pjax.weights import AnyFfn
+
+MAX_FUSED_TOKENS = 16
+"""Tokens up to which the fused kernel computes a dense FFN: it reads a neuron's rows once for eight tokens, but
+multiplies them with one token at a time, which from so many on costs more than the matrix products' start."""
 
 
 def sparse_ffn(
@@ -79,13 +82,13 @@ def dense_ffn(
     """The FFN with every neuron: `f(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`; see `Activation`.
 
     Few tokens with a sparse activation on a CPU use the kernel of `sparse_ffn` with skipping turned off, so
-    that the two can be compared; everything else is XLA's matrix product with float32 sums. Differentiable.
+    that the two can be compared; everything else is matrix products with float32 sums. Differentiable.
 
     Args:
         x: [..., model].
         ffn: the weights.
         activation: as `Activation.parse` reads it.
-        implementation: "reference", "cpu" (sparse activations only), or None: by platform and batch size.
+        implementation: "reference", "cpu", or None: by the platform the program is lowered for.
 
     Returns:
         float32, the shape of x.
@@ -97,14 +100,7 @@ def dense_ffn(
     checks.check_ffn(ffn)
     parsed = checks.check_activation(activation, ffn, sparse=False)
     checks.check_input(x, ffn.model, ranks=None)
-    check_implementation(implementation)
-    if parsed.is_sparse:
-        return _dense(parsed)(checks.as_rows(x), ffn, implementation).reshape(x.shape)
-    if implementation == "cpu":
-        raise ValueError(
-            f'implementation: "cpu" computes sparse activations only, got {activation!r}; use None.'
-        )
-    return reference.dense_ffn(x, ffn, parsed)[0]
+    return _dense(parsed)(checks.as_rows(x), ffn, implementation).reshape(x.shape)
 
 
 @functools.cache
@@ -122,7 +118,15 @@ def _sparse(activation: Activation) -> Callable:
 @functools.cache
 def _dense(activation: Activation) -> Callable:
     return make_operator(
-        kernel=lambda x, ffn: ffi.sparse_ffn(x, ffn, None, activation, every_neuron=True)[0],
+        kernel=functools.partial(_dense_kernel, activation=activation),
         formula=lambda x, ffn: reference.dense_ffn(x, ffn, activation)[0],
-        max_kernel_tokens=MAX_MATVEC_TOKENS,
     )
+
+
+def _dense_kernel(x: jax.Array, ffn: AnyFfn, activation: Activation) -> jax.Array:
+    if activation.is_sparse and x.shape[0] <= MAX_FUSED_TOKENS:
+        return ffi.sparse_ffn(x, ffn, None, activation, every_neuron=True)[0]
+    gate_rows, up_rows, down_rows = ffi.ffn_rows(ffn)
+    gate = None if gate_rows is None else ffi.matvec(x, gate_rows, ffn.gate_bias)
+    values = reference.ffn_values(gate, ffi.matvec(x, up_rows, ffn.up_bias), activation)
+    return ffi.combine_rows(values, down_rows)
