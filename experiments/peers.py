@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import ml_dtypes
@@ -34,21 +35,7 @@ def llama_cpp_decoder(
         ImportError: llama-cpp-python is not installed; it comes with the extra `bench`.
         ValueError: a model that is no LLaMA.
     """
-    from llama_cpp import Llama
-
-    if config.family != "llama":
-        raise ValueError(f"--peer=llama_cpp: expected the shape of a LLaMA, got {config.name}.")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "synthetic.gguf"
-        _write_gguf(path, config, dtype)
-        engine = Llama(
-            str(path),
-            n_ctx=context + 1024,
-            n_threads=threads,
-            n_threads_batch=threads,
-            use_mmap=False,
-            verbose=False,
-        )
+    engine = _llama_cpp(config, dtype, context=context + 1024, threads=threads)
     engine.eval([1] * context)
 
     def decode(tokens: int) -> None:
@@ -57,6 +44,36 @@ def llama_cpp_decoder(
             engine.eval([1])
 
     return decode
+
+
+def llama_cpp_prefill(config: ModelConfig, dtype: str, *, tokens: int, threads: int) -> Callable[[], None]:
+    """A function that reads a prompt of so many tokens with llama.cpp; else as `llama_cpp_decoder`."""
+    engine = _llama_cpp(config, dtype, context=tokens, threads=threads)
+
+    def prefill() -> None:
+        engine.n_tokens = 0
+        engine.eval([1] * tokens)
+
+    return prefill
+
+
+def _llama_cpp(config: ModelConfig, dtype: str, *, context: int, threads: int) -> Any:
+    """The engine, with random weights."""
+    from llama_cpp import Llama
+
+    if config.family != "llama":
+        raise ValueError(f"--peer=llama_cpp: expected the shape of a LLaMA, got {config.name}.")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "synthetic.gguf"
+        _write_gguf(path, config, dtype)
+        return Llama(
+            str(path),
+            n_ctx=context,
+            n_threads=threads,
+            n_threads_batch=threads,
+            use_mmap=False,
+            verbose=False,
+        )
 
 
 def _write_gguf(path: Path, config: ModelConfig, dtype: str) -> None:

@@ -135,8 +135,8 @@ ffi::Error PackedFfnImpl(Matrix32 x, PackedRows rows, Vector32 gate_bias, Vector
   return ffi::Error::Success();
 }
 
-// Rows of `columns` weights: a plain array [rows, columns], or packed ones, which begin at byte `offset` of each row of an
-// array of bytes.
+// Rows of `columns` weights: a plain array [rows, columns], or packed ones, which begin at byte `offset` of each row of
+// an array of bytes.
 struct Rows {
   const RowKernels* kernels;
   const char* data;

@@ -162,7 +162,8 @@ void TakeSpaces(Scratch& scratch, int num_threads, Product* product) {
 }
 
 int64_t BlockTokens(int64_t block_outputs, int64_t batch) {
-  return std::min(RoundUp(batch, kTokensPerTile), kMaxSums / block_outputs / kTokensPerTile * kTokensPerTile);
+  const int64_t most = kMaxSums / block_outputs / kTokensPerTile * kTokensPerTile;
+  return std::min(RoundUp(std::max<int64_t>(1, batch), kTokensPerTile), most);
 }
 
 }  // namespace

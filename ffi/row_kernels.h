@@ -54,12 +54,12 @@ struct RowKernels {
                    const void* const* next);
   // y = sums + (sums + stride) + ..., in that order, num_sums >= 1 of them, of `size` columns each, in memory order.
   void (*finish)(const float* sums, int64_t stride, int64_t num_sums, int64_t size, float* y);
-  // Columns first..first + count of a row, in the order of the sums and with zeros up to whole groups; `first` begins one.
+  // Columns first..first + count of a row, in the order of the sums, with zeros up to whole groups; `first` begins one.
   void (*unpack)(const void* row, int64_t size, int64_t first, int64_t count, float* columns);
   // panel[k][r] = rows[r][k] for kPanelWidth rows that lie `stride` apart, and k < depth, a multiple of 4.
   void (*transpose)(const float* rows, int64_t stride, int64_t depth, float* panel);
-  // sums[t][j] += panel[0][j] * x[t][0] + panel[1][j] * x[t][1] + ..., in that order, for j < kPanelWidth; x and sums of
-  // a token lie `x_stride` and `sums_stride` from those of the one before.
+  // sums[t][j] += panel[0][j] * x[t][0] + panel[1][j] * x[t][1] + ..., in that order, for j < kPanelWidth; x and sums
+  // of a token lie `x_stride` and `sums_stride` from those of the one before.
   void (*multiply_panel)(const float* panel, int64_t depth, const float* x, int64_t x_stride, int64_t num_tokens,
                          float* sums, int64_t sums_stride);
   // Sum modulo 2^32 of `count` words, prefetching 4 KB ahead.

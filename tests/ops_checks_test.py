@@ -18,9 +18,6 @@ ERRORS = {
     "activation.*'swish'": lambda f, x, m: ops.dense_ffn(x, f, activation="swish"),
     "CUDA": lambda f, x, m: sparse(x, f, m, "cuda"),
     "implementation.*'fast'": lambda f, x, m: sparse(x, f, m, "fast"),
-    "cpu.*sparse activations only": lambda f, x, m: ops.dense_ffn(
-        x, f, activation="silu", implementation="cpu"
-    ),
     r"^x: .*in = 7, got \[2, 6\]": lambda f, x, m: sparse(x[:, :6], f, m),
     r"^x: .*got \[1, 2, 7\]": lambda f, x, m: sparse(x[None], f, m),
     "^x: .*floating": lambda f, x, m: sparse(x.astype(jnp.int32), f, m),

@@ -12,6 +12,7 @@ import pytest
 from pjax import ops
 from pjax.ops import ffi
 from pjax.ops.dispatch import make_operator
+from pjax.ops.sparse import MAX_FUSED_TOKENS
 from pjax.weights import Ffn
 
 IMPLEMENTATIONS = ("reference", "cpu")
@@ -141,9 +142,10 @@ def test_other_activations_are_dense(activation):
     tanh = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
     formulas = {"silu": gate / (1 + np.exp(-gate)), "gelu": 0.5 * gate * (1 + erf(gate / np.sqrt(2)))}
     expected = (formulas.get(activation, tanh) * up) @ float64(ffn.down)
-    got = ops.dense_ffn(x[:, None], ffn, activation=activation)
-    assert got.shape == (3, 1, 7)
-    np.testing.assert_allclose(got[:, 0], expected, rtol=1e-4, atol=1e-4)
+    for implementation in IMPLEMENTATIONS:
+        got = ops.dense_ffn(x[:, None], ffn, activation=activation, implementation=implementation)
+        assert got.shape == (3, 1, 7)
+        np.testing.assert_allclose(got[:, 0], expected, rtol=1e-4, atol=1e-4)
 
 
 def sparse(x, ffn, mask, implementation=None, activation="relu"):
@@ -282,12 +284,29 @@ def test_what_the_kernels_are_not_for_runs_on_the_reference():
     assert "pjax_sparse_ffn" not in lowered_text(sparse, x, narrow, mask, platform="cpu")
     with pytest.raises(ValueError, match="float8_e5m2"):
         sparse(x, narrow, mask, "cpu")
+    assert "pjax" not in lowered_text(ops.matvec, x, narrow.up, platform="cpu")
+
+
+def test_a_dense_ffn_is_fused_for_few_tokens_only():
     ffn = make_ffn(33, 7)
-    for batch, few in ((16, True), (17, False)):
-        x, _ = make_tokens(batch, 33, 7, "random")
-        dense = functools.partial(ops.dense_ffn, activation="relu")
-        assert ("pjax_sparse_ffn" in lowered_text(dense, x, ffn, platform="cpu")) == few
-        assert ("pjax_matvec" in lowered_text(ops.matvec, x, ffn.up, platform="cpu")) == few
+    few = MAX_FUSED_TOKENS
+    for batch, activation, fused in ((few, "relu", True), (few + 1, "relu", False), (1, "silu", False)):
+        x, _ = make_tokens(batch, 33, 7, None)
+        text = lowered_text(functools.partial(ops.dense_ffn, activation=activation), x, ffn, platform="cpu")
+        assert ("pjax_sparse_ffn" in text) == fused
+        assert ("pjax_combine_rows" in text) != fused
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, jnp.float16), ids=("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("batch", (17, 40))
+def test_many_tokens_equal_numpy(dtype, batch):
+    """Tokens by the dozen, and what is left of them; the same in either implementation of each product."""
+    for neurons, model, gated in ((1, 1, True), (7, 33, False), (33, 7, True), (300, 257, True)):
+        ffn = make_ffn(neurons, model, dtype=dtype, gated=gated)
+        x, _ = make_tokens(batch, neurons, model, None)
+        expected, bound, _ = numpy_ffn(x, ffn, None)
+        y = ops.dense_ffn(x, ffn, activation="relu", implementation="cpu")
+        assert np.all(np.abs(float64(y) - expected) <= bound)
 
 
 def test_weights_reach_a_kernel_where_they_lie():

@@ -129,6 +129,23 @@ def test_matvec_is_the_formula(format, width):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_many_tokens_are_the_formula(format):
+    """A prompt's FFN, and a product in which each token has the bits that it has alone."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(21, 544)), jnp.float32)
+    for gated, activation in ((True, "silu"), (True, "drelu"), (False, "relu2")):
+        _, ffn = random_ffn(format, 300, 544, gated)
+        found, expected = (
+            ops.dense_ffn(x, ffn, activation=activation, implementation=implementation)
+            for implementation in ("cpu", "reference")
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    matrix = ops.pack_matrix(jnp.asarray(random_rows(33, 544)), format)
+    together = ops.matvec(x, matrix, implementation="cpu")
+    alone = [ops.matvec(row, matrix, implementation="cpu") for row in x]
+    np.testing.assert_array_equal(together, alone)
+
+
 def test_gradient_is_that_of_the_numbers_behind():
     """The rounding of x lets the gradient through as it comes."""
     floats, ffn = random_ffn("q8_0", 24, 64, True)

@@ -45,6 +45,27 @@ void CheckDot(const RowKernels& kernels, WeightType type, const std::string& tex
              text + ", dot of " + std::to_string(size));
 }
 
+// Some x side by side have the products that each has alone, to the bit.
+void CheckDots(const RowKernels& kernels, WeightType type, const std::string& text, int64_t size, std::mt19937& rng) {
+  const Weights row(rng, type, 1, size);
+  constexpr int64_t kMaxTokens = 11;
+  const int64_t stride = kernels.prepared_bytes(size);
+  std::vector<char> bytes(kMaxTokens * stride + 64);
+  char* x = bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64);
+  std::vector<float> alone(kMaxTokens);
+  for (int64_t t = 0; t < kMaxTokens; ++t) {
+    const std::vector<float> values = RandomFloats(rng, size);
+    kernels.prepare(values.data(), size, x + t * stride);
+    alone[t] = DotOf(kernels, row, values);
+  }
+  for (int64_t num_tokens = 1; num_tokens <= kMaxTokens; ++num_tokens) {
+    std::vector<float> products(num_tokens, NAN);
+    kernels.dots(row.bytes.data(), x, stride, num_tokens, size, x, products.data());
+    PJAX_CHECK(SameBits(products, {alone.begin(), alone.begin() + num_tokens}),
+               text + ", " + std::to_string(num_tokens) + " dots of " + std::to_string(size));
+  }
+}
+
 // Adds the rows to sums that start at zero, and puts copies of these sums together again.
 void CheckAddRows(const RowKernels& kernels, WeightType type, const std::string& text, int64_t size,
                   std::mt19937& rng) {
@@ -137,6 +158,7 @@ int main() {
     }
     for (int64_t size : {0, 1, 7, 31, 32, 33, 63, 64, 65, 96, 130, 257, 480, 512, 544, 896, 2560}) {
       if (size % kernels.columns_per_scale != 0) continue;
+      CheckDots(kernels, type, text, size, rng);
       CheckAddRows(kernels, type, text, size, rng);
       CheckNotFinite(kernels, type, text, size, rng);
     }

@@ -19,7 +19,7 @@ OperatorFn = Callable[[Any, Any], Any]
 
 
 def make_operator(
-    kernel: OperatorFn, formula: OperatorFn
+    kernel: OperatorFn, formula: OperatorFn, *, max_kernel_tokens: int | None = None
 ) -> Callable[[Any, Any, Implementation | None], Any]:
     """`operator(tokens, weights, implementation)`: jitted, with the gradient of `formula`.
 
@@ -28,14 +28,17 @@ def make_operator(
     Args:
         kernel: the CPU implementation.
         formula: the same in jnp; what runs elsewhere, and what is differentiated.
+        max_kernel_tokens: tokens up to which None chooses the kernel where there is one; None: any number.
     """
 
     @functools.cache
     def build(implementation: Implementation | None) -> OperatorFn:
         def choose(tokens: Any, weights: Any) -> Any:
+            num_tokens = jax.tree.leaves(tokens)[0].shape[0]
+            few = max_kernel_tokens is None or num_tokens <= max_kernel_tokens
             matrices = [leaf for leaf in jax.tree.leaves(weights) if leaf.ndim == 2]
             dtype = matrices[0].dtype if matrices else jnp.float32
-            return dispatch(implementation, kernel, formula, tokens, weights, dtype=dtype)
+            return dispatch(implementation, kernel, formula, tokens, weights, dtype=dtype, prefer_kernel=few)
 
         run = _fold_vmap(choose)
         operator = jax.custom_vjp(run)
@@ -54,6 +57,7 @@ def dispatch(
     formula: Callable[..., Any],
     *args: Any,
     dtype: Any = jnp.float32,
+    prefer_kernel: bool = True,
 ) -> Any:
     """Calls `kernel` or `formula` with `args`.
 
@@ -63,6 +67,7 @@ def dispatch(
         formula: the plain one.
         *args: pytrees of arrays.
         dtype: type of the weights; None runs the formula for those that the kernels do not read.
+        prefer_kernel: whether None may choose the kernel at all.
 
     Raises:
         RuntimeError: "cpu" was asked for, and the kernels cannot be used here.
@@ -79,7 +84,7 @@ def dispatch(
             got = jnp.dtype(dtype)
             raise ValueError(f'implementation: "cpu" does not read weights of {got}; use None.')
         return kernel(*args)
-    if not (readable and _kernels_usable()):
+    if not (readable and prefer_kernel and _kernels_usable()):
         return formula(*args)
     return lax.platform_dependent(*args, cpu=kernel, default=formula)
 
