@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "activation.h"
 #include "matvec.h"
 #include "norm.h"
 #include "panel_product.h"
@@ -51,13 +52,16 @@ struct FfnOperands {
   Mask mask;
   MatrixResult y;
   CountsResult counts;
+  std::string_view activation;
   float threshold;
-  bool square, rectify_up, every_neuron;
+  bool every_neuron;
 };
 
 // Checks all but the rows and fills in what does not depend on them.
 ffi::Error ReadOperands(FfnOperands& operands, int64_t neurons, int64_t model, FfnArgs* args) {
   const int64_t batch = operands.x.dimensions()[0];
+  const std::optional<Activation> activation = ActivationNamed(operands.activation, operands.threshold);
+  if (!activation) return ffi::Error::InvalidArgument("activation: not known: " + std::string(operands.activation));
   PJAX_RETURN_IF_ERROR(Expect("x", operands.x.dimensions(), {batch, model}));
   for (const auto& [name, bias] :
        {std::pair{"gate_bias", &operands.gate_bias}, std::pair{"up_bias", &operands.up_bias}}) {
@@ -80,16 +84,14 @@ ffi::Error ReadOperands(FfnOperands& operands, int64_t neurons, int64_t model, F
   args->predicted = operands.counts->typed_data();
   args->computed = args->predicted + batch;
   args->active = args->computed + batch;
-  args->threshold = operands.threshold;
-  args->square = operands.square;
-  args->rectify_up = operands.rectify_up;
+  args->activation = *activation;
   args->every_neuron = operands.every_neuron;
   return ffi::Error::Success();
 }
 
 ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, Vector32 gate_bias,
-                         Vector32 up_bias, Mask mask, MatrixResult y, CountsResult counts, float threshold, bool square,
-                         bool rectify_up, bool every_neuron) {
+                         Vector32 up_bias, Mask mask, MatrixResult y, CountsResult counts, std::string_view activation,
+                         float threshold, bool every_neuron) {
   if (up.dimensions().size() != 2) return ffi::Error::InvalidArgument("up: expected shape [neurons, model]");
   const int64_t neurons = up.dimensions()[0], model = up.dimensions()[1];
   const std::optional<WeightType> type = TypeOf(up);
@@ -101,7 +103,7 @@ ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi
     if (matrix == &gate && gate.element_count() == 0) continue;
     PJAX_RETURN_IF_ERROR(Expect(name, matrix->dimensions(), {neurons, model}));
   }
-  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts, threshold, square, rectify_up, every_neuron};
+  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts, activation, threshold, every_neuron};
   FfnArgs args;
   PJAX_RETURN_IF_ERROR(ReadOperands(operands, neurons, model, &args));
   const RowKernels& kernels = KernelsFor(Level(), *type);
@@ -114,8 +116,8 @@ ffi::Error SparseFfnImpl(Matrix32 x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi
 }
 
 ffi::Error PackedFfnImpl(Matrix32 x, PackedRows rows, Vector32 gate_bias, Vector32 up_bias, Mask mask, MatrixResult y,
-                         CountsResult counts, int64_t format, bool gated, float threshold, bool square,
-                         bool rectify_up, bool every_neuron) {
+                         CountsResult counts, int64_t format, bool gated, std::string_view activation, float threshold,
+                         bool every_neuron) {
   const std::optional<WeightType> type = TypeOfFormat(format);
   if (!type) return ffi::Error::InvalidArgument("format: expected 1 (q8_0) or 2 (q4_0), got " + std::to_string(format));
   const RowKernels& kernels = KernelsFor(Level(), *type);
@@ -123,7 +125,7 @@ ffi::Error PackedFfnImpl(Matrix32 x, PackedRows rows, Vector32 gate_bias, Vector
   PJAX_RETURN_IF_ERROR(ExpectWholeBlocks("x", model, kernels));
   const int64_t row_bytes = kernels.row_bytes(model), num_rows = gated ? 3 : 2;
   PJAX_RETURN_IF_ERROR(Expect("rows", rows.dimensions(), {neurons, num_rows * row_bytes}));
-  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts, threshold, square, rectify_up, every_neuron};
+  FfnOperands operands{x, gate_bias, up_bias, mask, y, counts, activation, threshold, every_neuron};
   FfnArgs args;
   PJAX_RETURN_IF_ERROR(ReadOperands(operands, neurons, model, &args));
   const uint8_t* bundle = rows.typed_data();
@@ -256,9 +258,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_sparse_ffn, pjax::SparseFfnImpl,
                                   .Arg<pjax::Mask>()
                                   .Ret<pjax::Matrix32>()
                                   .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Attr<std::string_view>("activation")
                                   .Attr<float>("threshold")
-                                  .Attr<bool>("square")
-                                  .Attr<bool>("rectify_up")
                                   .Attr<bool>("every_neuron"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_packed_ffn, pjax::PackedFfnImpl,
@@ -272,9 +273,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_packed_ffn, pjax::PackedFfnImpl,
                                   .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()
                                   .Attr<int64_t>("format")
                                   .Attr<bool>("gated")
+                                  .Attr<std::string_view>("activation")
                                   .Attr<float>("threshold")
-                                  .Attr<bool>("square")
-                                  .Attr<bool>("rectify_up")
                                   .Attr<bool>("every_neuron"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_matvec, pjax::MatvecImpl,

@@ -148,6 +148,7 @@ void ClaimRange(Fork& fork, WantedIds* wanted) {
 // Phase 1: the opening product of every listed neuron; keeps those that are open for some token. Returns how many.
 int64_t FindOpen(const Fork& fork, const WantedIds& wanted, const RangeLists& lists, RangeCounts* counts) {
   const FfnArgs& args = fork.args;
+  const Activation& activation = args.activation;
   const void* opener = fork.Opener();
   const float* biases = fork.OpenerBias();
   const int64_t rows_ahead = std::max<int64_t>(1, kRowsAheadBytes / std::max<int64_t>(1, fork.row_bytes));
@@ -168,8 +169,8 @@ int64_t FindOpen(const Fork& fork, const WantedIds& wanted, const RangeLists& li
     ForEachToken(fork.TokensThatWant(wanted, id), [&](int token) {
       const float product = fork.Dot(row, token, next) + bias;
       next = row;  // requested; later tokens find this row in the cache
-      const bool closed = product <= args.threshold;  // false for NaN, which must reach the output
-      values[token] = closed ? 0.0f : args.square ? product * product : product;
+      const bool closed = product <= activation.threshold;  // false for NaN, which must reach the output
+      values[token] = closed ? 0.0f : activation.curve != nullptr ? activation.curve(product) : product;
       open_tokens |= (!closed || args.every_neuron) << token;
       ++counts[token].predicted;
     });
@@ -192,7 +193,7 @@ int MultiplyByUp(const Fork& fork, int32_t id, int tokens, float* values) {
   ForEachToken(tokens, [&](int token) {
     float up = fork.Dot(row, token, next) + bias;
     next = row;
-    if (args.rectify_up && up <= 0.0f) {
+    if (args.activation.rectify_up && up <= 0.0f) {
       if (!args.every_neuron) still_open &= ~(1 << token);
       up = 0.0f;
     }

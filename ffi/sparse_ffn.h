@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "activation.h"
 #include "row_kernels.h"
 #include "thread_pool.h"
 
@@ -19,9 +20,7 @@ struct FfnArgs {
   const float* x;           // [batch, model]
   const uint8_t* mask;      // [batch, neurons], 0 or 1; nullptr: all neurons
   int64_t batch, neurons, model;
-  float threshold;          // a neuron is closed where its opening product is not above this
-  bool square;              // the opening product enters squared (relu2)
-  bool rectify_up;          // up is also rectified, and a neuron where that leaves zero is closed (drelu); gated only
+  Activation activation;
   bool every_neuron;        // read all rows even where the gate is closed: a dense layer
   float* y;                 // [batch, model]
   int32_t* predicted;       // [batch], neurons in the mask
@@ -30,7 +29,7 @@ struct FfnArgs {
 };
 
 // y[t] = sum over open neurons i of f(gate_i . x) * (up_i . x) * down_i, or of f(up_i . x) * down_i if ungated;
-// f(o) = o, or o * o if `square`, where o > threshold.
+// f is the activation: its curve above its threshold, else zero.
 // The result depends on the arguments and kernels alone, never on the number of threads.
 void SparseFfn(const FfnArgs& args, const RowKernels& kernels, ThreadPool& pool);
 

@@ -60,7 +60,7 @@ def sparse_ffn(
         x: float32 [batch, model].
         ffn: the weights.
         active_mask: bool [batch, neurons] or None for all.
-        activation: a sparse one.
+        activation: a sparse one, or any if every neuron is read.
         every_neuron: whether to read all rows, even those that the gate closes.
 
     Returns:
@@ -71,9 +71,8 @@ def sparse_ffn(
     mask = jnp.zeros((0, 0), bool) if active_mask is None else active_mask
     biases = (_float32_or_empty(ffn.gate_bias), _float32_or_empty(ffn.up_bias))
     attributes: dict[str, Any] = {
+        "activation": activation.name,
         "threshold": np.float32(activation.threshold),
-        "square": np.bool_(activation.name == "relu2"),
-        "rectify_up": np.bool_(activation.name == "drelu"),
         "every_neuron": np.bool_(every_neuron),
     }
     if isinstance(ffn, PackedFfn):

@@ -81,8 +81,8 @@ def dense_ffn(
 ) -> jax.Array:
     """The FFN with every neuron: `f(x @ gate.T + gate_bias) * (x @ up.T + up_bias) @ down`; see `Activation`.
 
-    Few tokens with a sparse activation on a CPU use the kernel of `sparse_ffn` with skipping turned off, so
-    that the two can be compared; everything else is matrix products with float32 sums. Differentiable.
+    Few tokens on a CPU use the kernel of `sparse_ffn` with skipping turned off, so that the two can be
+    compared; many are matrix products with float32 sums. Differentiable.
 
     Args:
         x: [..., model].
@@ -124,7 +124,7 @@ def _dense(activation: Activation) -> Callable:
 
 
 def _dense_kernel(x: jax.Array, ffn: AnyFfn, activation: Activation) -> jax.Array:
-    if activation.is_sparse and x.shape[0] <= MAX_FUSED_TOKENS:
+    if x.shape[0] <= MAX_FUSED_TOKENS:
         return ffi.sparse_ffn(x, ffn, None, activation, every_neuron=True)[0]
     gate_rows, up_rows, down_rows = ffi.ffn_rows(ffn)
     gate = None if gate_rows is None else ffi.matvec(x, gate_rows, ffn.gate_bias)
