@@ -164,12 +164,16 @@ class Placement:
         hot_mask: bool [neurons] per layer.
         status: "optimal", "feasible" (time limit hit, with a solution), "greedy" (the fallback) or
             "imported" (chosen elsewhere).
-        objective: activation frequency served by the device, summed over the hot neurons.
-        bound: proven upper bound of the objective; of an imported placement, with as many hot neurons in
-            each layer.
+        objective: of goal "impact", activation frequency served by the device, summed over the hot neurons;
+            of "latency", expected seconds of all FFNs in a decode step.
+        bound: proven bound of the objective, from above for "impact", from below for "latency"; of an
+            imported placement, with as many hot neurons in each layer.
         device_bytes: bytes of the hot neurons.
         budget_bytes: bytes that were allowed.
         solve_s: wall time of the solver.
+        goal: what the objective is.
+        limits: for each layer what keeps the next neuron cold: "budget", "minimum" (as many as would pay for
+            a join do not fit, or are not there), "no gain", or "all hot" if there is none; empty if imported.
     """
 
     hot_mask: tuple[np.ndarray, ...]
@@ -179,6 +183,13 @@ class Placement:
     device_bytes: int
     budget_bytes: int
     solve_s: float
+    goal: Literal["impact", "latency"] = "impact"
+    limits: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far the objective may be from the best one, as a share of it; 0 is proven best."""
+        return abs(self.bound - self.objective) / max(abs(self.objective), 1e-300)
 
 
 AnyArray = jax.Array | np.ndarray

@@ -193,16 +193,18 @@ def unpack_placement(artefact: Artefact) -> Placement:
     """The reverse of `pack_placement`.
 
     Raises:
-        ValueError: a neuron table has an id twice or out of range.
+        ValueError: a layer's neuron table is missing, or has an id twice or out of range.
     """
     record = dict(artefact.record)
-    masks = []
+    limits, masks = tuple(record.pop("limits")), []
     for i, neurons in enumerate(record.pop("neurons")):
-        ids, mask = artefact.arrays[f"hot_ids.{i}"], np.zeros(neurons, bool)
+        ids, mask = artefact.arrays.get(f"hot_ids.{i}"), np.zeros(neurons, bool)
+        if ids is None:
+            raise ValueError(f"placement: layer {i}'s neuron table is missing")
         if len(np.unique(ids)) != len(ids) or (len(ids) and (ids.min() < 0 or ids.max() >= neurons)):
             raise ValueError(
                 f"placement: layer {i}'s neuron table has an id twice or outside 0..{neurons - 1}"
             )
         mask[ids] = True
         masks.append(mask)
-    return Placement(hot_mask=tuple(masks), **record)
+    return Placement(hot_mask=tuple(masks), limits=limits, **record)

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pjax import placement
 from pjax.base import ActivationStats
-from pjax.placement import solve_placement
+from pjax.placement import neuron_bytes, place, solve_placement
+from pjax.placement.solver import Choice
 from tests.placement_test import make_config, make_hardware, make_stats, solve
 
 
@@ -60,13 +60,47 @@ def test_a_host_too_small_for_the_cold_neurons_is_named():
 
 
 def test_a_wrong_answer_of_the_solver_is_not_used(monkeypatch):
-    def lie(program, items, capacity, time_limit_s):
-        return placement._Choice(np.array(hot), "optimal", 1e9)
+    def lie(*args, **kwargs):
+        return Choice(("open", "open"), num_hot, 1.0, 1e9, "optimal")
 
-    monkeypatch.setattr(placement, "_choose_optimally", lie)
-    hot = [True] * 8
+    monkeypatch.setattr(place, "choose", lie)
+    num_hot = (16, 16)
     with pytest.raises(RuntimeError, match="bytes of"):
         solve([np.full(16, 5)] * 2, 20, group_size=4)
-    hot = [False, True] + [False] * 4
+    num_hot = (4, 0)
     with pytest.raises(RuntimeError, match="layer 0 4 hot neurons, fewer than the 8"):
         solve([np.full(16, 5)] * 2, 20, minimum=8, group_size=4)
+
+
+@pytest.mark.parametrize("choice", [
+    {"objective": "speed"}, {"minimum": "none"}, {"formulation": "short"},
+    {"formulation": "literal", "objective": "latency"},
+])  # fmt: skip
+def test_choices_without_sense_are_refused(choice):
+    config = make_config([4])
+    stats, hardware = make_stats([[1] * 4]), make_hardware(config, 1)
+    with pytest.raises(ValueError, match=f"{next(iter(choice))}: "):
+        solve_placement(stats, config, hardware, device_bytes=10, dtype="bfloat16", **choice)
+
+
+def test_types_of_another_number_of_layers_are_refused():
+    with pytest.raises(ValueError, match="dtype: expected one type, or one for each of 2 layers, got 3"):
+        solve([np.full(16, 5)] * 2, 20, dtype=["q4_0"] * 3)
+
+
+@pytest.mark.parametrize("objective", ["impact", "latency"])
+@pytest.mark.parametrize("minimum", [1, 10, 40])
+def test_what_the_host_cannot_hold_is_moved_to_the_device(objective, minimum):
+    config = make_config([32, 32])
+    size = neuron_bytes(config, "bfloat16")
+    hardware = dataclasses.replace(make_hardware(config, minimum), host_bytes=30 * size)
+    stats = make_stats([np.arange(32), np.arange(32)])
+    result = solve_placement(
+        stats, config, hardware, device_bytes=34 * size, dtype="bfloat16", objective=objective
+    )
+    assert sum(int((~m).sum()) for m in result.hot_mask) == 30
+    assert result.device_bytes == 34 * size
+    with pytest.raises(ValueError, match=f"need {31 * size} bytes, the host has {30 * size}"):
+        solve_placement(
+            stats, config, hardware, device_bytes=33 * size, dtype="bfloat16", objective=objective
+        )

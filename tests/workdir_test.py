@@ -78,7 +78,9 @@ def test_predictors_round_trip(tmp_path):
 
 def test_placement_round_trip(tmp_path):
     masks = (np.array([True, False, True]), np.zeros(4, bool), np.ones(2, bool))
-    placement = Placement(masks, "feasible", 1 / 3, 0.5, 10, 20, 0.125)
+    placement = Placement(
+        masks, "feasible", 1 / 3, 0.5, 10, 20, 0.125, "latency", ("budget", "minimum", "all hot")
+    )
     found = workdir.unpack_placement(through_file(tmp_path, workdir.pack_placement(placement)))
     assert [m.tolist() for m in found.hot_mask] == [m.tolist() for m in masks]
     assert all(m.dtype == bool for m in found.hot_mask)
@@ -90,6 +92,13 @@ def test_placement_with_a_senseless_table_is_refused(ids):
     artefact = workdir.pack_placement(Placement((np.ones(3, bool),), "optimal", 0, 0, 0, 0, 0))
     artefact.arrays["hot_ids.0"] = np.array(ids)
     with pytest.raises(ValueError, match=r"layer 0's neuron table has an id twice or outside 0\.\.2"):
+        workdir.unpack_placement(artefact)
+
+
+def test_placement_without_a_layer_is_refused():
+    artefact = workdir.pack_placement(Placement((np.ones(3, bool),) * 2, "optimal", 0, 0, 0, 0, 0))
+    del artefact.arrays["hot_ids.1"]
+    with pytest.raises(ValueError, match="layer 1's neuron table is missing"):
         workdir.unpack_placement(artefact)
 
 
