@@ -174,6 +174,7 @@ class Placement:
         goal: what the objective is.
         limits: for each layer what keeps the next neuron cold: "budget", "minimum" (as many as would pay for
             a join do not fit, or are not there), "no gain", or "all hot" if there is none; empty if imported.
+        next_gib: what one more GiB of device memory would better the objective by.
     """
 
     hot_mask: tuple[np.ndarray, ...]
@@ -185,6 +186,7 @@ class Placement:
     solve_s: float
     goal: Literal["impact", "latency"] = "impact"
     limits: tuple[str, ...] = ()
+    next_gib: float = 0.0
 
     @property
     def gap(self) -> float:

@@ -4,10 +4,14 @@ The placement weighs a neuron's bytes against these numbers, so each is a rate t
 not a rate from a data sheet, where the machine is at hand.
 """
 
+import dataclasses
 import os
 import statistics
 import time
+import tomllib
+import typing
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ import numpy as np
 
 from pjax import ops
 from pjax.base import HardwareSpec
+from pjax.formats import expand_path
 from pjax.placement import check_hardware
 from pjax.weights import Ffn
 
@@ -107,29 +112,84 @@ def hardware_preset(name: str) -> HardwareSpec:
     if name not in _PRESETS:
         raise ValueError(
             f"name: expected one of {', '.join(_PRESETS)}, got {name!r}; or measure this machine with "
-            "measure_hardware()"
+            "measure_hardware(), or describe one in a .toml file"
         )
     return _PRESETS[name]
 
 
-def measure_hardware() -> HardwareSpec:
-    """Measures JAX's default device and the host, in a few seconds; every number is a median.
+def read_hardware(path: str | os.PathLike) -> HardwareSpec:
+    """A machine described by hand in a TOML file: every field of `HardwareSpec`, and nothing else.
 
-    Without an accelerator the device is the host: it then has the host's memory and reads rows as
-    fast as the host does, so that a placement finds nothing worth moving.
+        name = "laptop"
+        source = "simulated"                # or "measured", elsewhere; "preset" for a data sheet
+        device_bytes = 8_000_000_000
+        host_bytes = 16_000_000_000
+        device_bytes_per_s = 300e9
+        host_bytes_per_s = 30e9
+        host_gather_bytes_per_s = 27e9
+        launch_s = 5e-6
+        sync_s = 20e-6
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not TOML, or a field is missing, unknown, of the wrong type or makes no sense.
+    """
+    path = expand_path(path)
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"hardware: there is no file {path}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: expected a TOML file, {error}") from error
+    hints = typing.get_type_hints(HardwareSpec)
+    if values.keys() != hints.keys():
+        odd = ", ".join(sorted(values.keys() ^ hints.keys()))
+        raise ValueError(
+            f"{path}: expected the fields {', '.join(hints)}, each once; missing or unknown: {odd}"
+        )
+    for name, kind in hints.items():
+        value, sources = values[name], typing.get_args(kind)
+        if kind in (int, float):
+            fits = isinstance(value, int | float) and not isinstance(value, bool)
+        else:
+            fits = value in sources if sources else isinstance(value, str)
+        if not fits:
+            expected = " or ".join(sources) if sources else "text" if kind is str else "a number"
+            raise ValueError(f"{path}: {name}: expected {expected}, got {value!r}")
+    hardware = HardwareSpec(**values)
+    check_hardware(hardware)
+    return dataclasses.replace(
+        hardware, device_bytes=int(hardware.device_bytes), host_bytes=int(hardware.host_bytes)
+    )
+
+
+def find_hardware(name: str) -> HardwareSpec:
+    """A machine by the name of its preset or of its .toml file.
+
+    Raises:
+        ValueError, FileNotFoundError: as of `hardware_preset` and `read_hardware`.
+    """
+    return read_hardware(name) if name.endswith(".toml") else hardware_preset(name)
+
+
+def measure_hardware() -> HardwareSpec:
+    """Measures JAX's default device and the host, in a few seconds; every rate and time is a median.
+
+    Memory is what is free now. Without an accelerator the device is the host: it then has the host's memory
+    and reads rows as fast as the host does, so that a placement finds nothing worth moving.
 
     Raises:
         ValueError: if JAX has no CPU backend, or a measured number makes no sense.
     """
     device, host = jax.devices()[0], _host_device()
     has_accelerator = device.platform != "cpu"
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host_bytes = _free_host_bytes()
     gather_bytes_per_s = _measure_gather(host)
     memory = (device.memory_stats() or {}) if has_accelerator else {}
     hardware = HardwareSpec(
         name=f"{device.device_kind}, {os.cpu_count()} host cores",
         source="measured",
-        device_bytes=memory.get("bytes_limit", host_bytes),
+        device_bytes=memory["bytes_limit"] - memory["bytes_in_use"] if memory else host_bytes,
         host_bytes=host_bytes,
         device_bytes_per_s=_measure_stream(device) if has_accelerator else gather_bytes_per_s,
         host_bytes_per_s=_measure_stream(host),
@@ -149,6 +209,13 @@ def _host_device() -> jax.Device:
             "JAX_PLATFORMS: expected the CPU among JAX's platforms, since it computes the cold neurons; "
             f"set JAX_PLATFORMS=cuda,cpu ({error})"
         ) from error
+
+
+def _free_host_bytes() -> int:
+    """Memory that programs can still get, caches that the system would give up included."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _measure_stream(device: jax.Device) -> float:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from pjax.formats.checkpoint import SourceTensor, StoredPredictors
 from pjax.formats.mapped import describe_stored, load_array
 from pjax.formats.powerinfer import read_counts, read_hot_mask, read_predictors
 from pjax.model_config import ModelConfig
-from pjax.placement import neuron_bytes
+from pjax.placement import layer_neuron_bytes
 from pjax.settings import Settings
 from pjax.workdir import fingerprint
 
@@ -113,7 +114,7 @@ def import_placement(
     hardware: HardwareSpec,
     *,
     device_bytes: int,
-    dtype: str,
+    dtype: str | Sequence[str],
 ) -> Placement:
     """A placement that somebody else chose, with what it serves; warns if that is far from what it could.
 
@@ -126,23 +127,23 @@ def import_placement(
         config: of the model.
         hardware: sizes of device and host.
         device_bytes: device memory that hot neurons may take.
-        dtype: storage type of the rows, see `placement.neuron_bytes`.
+        dtype: storage type of the rows, see `placement.neuron_bytes`; one for all layers or one each.
 
     Raises:
         ValueError: the hot neurons do not fit on the device, or the others not on the host.
     """
-    per_neuron_bytes = neuron_bytes(config, dtype)
+    sizes = layer_neuron_bytes(config, dtype)
     num_hot = sum(int(mask.sum()) for mask in hot_mask)
-    hot_bytes = num_hot * per_neuron_bytes
-    cold_bytes = (sum(config.neurons) - num_hot) * per_neuron_bytes
+    hot_bytes = sum(size * int(mask.sum()) for size, mask in zip(sizes, hot_mask, strict=True))
+    cold_bytes = sum(size * int((~mask).sum()) for size, mask in zip(sizes, hot_mask, strict=True))
     if hot_bytes > device_bytes:
         raise ValueError(
-            f"placement.path: its {num_hot} hot neurons take {hot_bytes} bytes as {dtype}, more than the "
+            f"placement.path: its {num_hot} hot neurons take {hot_bytes} bytes, more than the "
             f"{device_bytes} that placement.device_bytes allows on {hardware.name!r}; leave the path out"
         )
     if cold_bytes > hardware.host_bytes:
         raise ValueError(
-            f"placement.path: its cold neurons take {cold_bytes} bytes as {dtype}, the host of "
+            f"placement.path: its cold neurons take {cold_bytes} bytes, the host of "
             f"{hardware.name!r} has {hardware.host_bytes}; leave the path out"
         )
     pairs = list(zip(stats.frequencies, hot_mask, strict=True))

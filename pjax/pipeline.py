@@ -16,10 +16,17 @@ from pjax.base import MODES, VERSION, ActivationStats, HardwareSpec, Mode, Place
 from pjax.chat import encode_chat
 from pjax.executor import OneProgram, check_mode, make_executor, measure_overlap, on_host
 from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_texts
-from pjax.hardware import hardware_preset, measure_hardware
+from pjax.hardware import find_hardware, measure_hardware
 from pjax.imported import Imports, import_placement, import_predictors, predictors_fingerprint, read_imports
 from pjax.model import Decoder
-from pjax.placement import neuron_bytes, solve_placement
+from pjax.placement import explain_placement, solve_placement
+from pjax.plan import (
+    MemoryPlan,
+    plan_memory,
+    stored_predictor_bytes,
+    trained_predictor_bytes,
+    weight_sizes,
+)
 from pjax.profiler import HELD_OUT, collect_stats, measure_predictors, train_predictors
 from pjax.quality import Quality, chunks, measure_quality
 from pjax.report import (
@@ -34,7 +41,7 @@ from pjax.report import (
     speed_part,
 )
 from pjax.sampling import greedy
-from pjax.settings import Settings, device_budget
+from pjax.settings import Settings
 from pjax.speed import measure_ffn, measure_speed
 from pjax.stages import StageFn, Stages
 from pjax.storage import load_checkpoint, model_fingerprint
@@ -103,6 +110,46 @@ def profile_rows(ids: np.ndarray, context: int) -> np.ndarray:
     return ids[: len(ids) // seq * seq].reshape(-1, seq)
 
 
+class Planned(NamedTuple):
+    """What a run knows before it reads a weight.
+
+    Attributes:
+        hardware: the machine.
+        imports: what it takes from files.
+        memory: what goes where.
+        dtypes: weight type of each layer's neurons.
+    """
+
+    hardware: HardwareSpec
+    imports: Imports
+    memory: MemoryPlan
+    dtypes: tuple[str, ...]
+
+
+def make_plan(settings: Settings, stages: Stages) -> Planned:
+    """Opens the files, measures the machine, and gives out its memory.
+
+    Args:
+        settings: what to do.
+        stages: of the workdir, which remembers what was measured.
+
+    Raises:
+        ValueError, FileNotFoundError: the files are not there or broken, or the budget is too small.
+    """
+    checkpoint = read_checkpoint(settings.model, activation=settings.activation)
+    config = checkpoint.config
+    imports = read_imports(settings, config)
+    hardware = _hardware(stages, settings)
+    predictors = 0
+    if config.is_sparse and settings.mode in (None, "predicted"):
+        predictors = trained_predictor_bytes(config, settings.predictor.dtype)
+        if imports.predictors is not None:
+            predictors = stored_predictor_bytes(imports.predictors)
+    sizes = weight_sizes(checkpoint, settings.dtype)
+    memory = plan_memory(sizes, config, hardware, settings.placement, predictors)
+    return Planned(hardware, imports, memory, sizes.ffn_dtypes)
+
+
 def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: bool = False) -> Prepared:
     """Does all stages that are not yet in the workdir, and reads the others.
 
@@ -117,6 +164,7 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     """
     workdir.mkdir(parents=True, exist_ok=True)
     stages = Stages(workdir, stage_fn)
+    hardware, imports, memory, dtypes = make_plan(settings, stages)
     stage_fn("load")
     checkpoint = read_checkpoint(settings.model, activation=settings.activation)
     origin = weights_origin(checkpoint, settings.dtype)
@@ -131,7 +179,6 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     encode_prompts(prompt, tokenizer, model.config)
     if settings.mode is not None and not model.config.is_sparse:
         check_mode(settings.mode, model.config, None)
-    imports = read_imports(settings, model.config)
     quality_rows = _quality_rows(settings, model, tokenizer)
     if kept is None:
         save_weights(workdir / WEIGHTS_FILE, model, origin)
@@ -139,14 +186,13 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     if verify:
         _verify(stages, model, made_from)
     stats = predictors = placement = None
-    hardware = _hardware(stages, settings)
-    device_budget(settings.placement.device_bytes, 0, hardware.device_bytes)
     if model.config.is_sparse:
         ids = encode_text(tokenizer, settings.profile.text, settings.profile.num_tokens)
         rows = profile_rows(ids, model.config.context)
         made_from = fingerprint(made_from, rows)
         stats = _stats(stages, imports, model, rows, made_from)
-        placement = _placement(stages, settings, imports, model, stats, hardware)
+        limits = {"device_bytes": memory.hot, "dtype": dtypes}
+        placement = _placement(stages, settings, imports, model, stats, hardware, limits)
         predictors = _predictors(stages, settings, imports, model, rows, made_from)
         made_from = stages.made_from["predictors"]
     sources = imports.sources
@@ -157,8 +203,11 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         if predictors
         else None,
         "hardware": hardware_part(hardware),
-        "placement": placement_part(placement, sources["placement"]) if placement else None,
+        "placement": None,
     }
+    if stats and placement:
+        explained = explain_placement(placement, stats, model.config, hardware, dtype=dtypes)
+        report["placement"] = placement_part(placement, sources["placement"], explained, memory)
     report["quality"] = _quality(stages, settings, model, quality_rows, predictors, made_from)
     passed = report["quality"]["guard"] == "passed"
     mode: Mode = "dense" if not model.config.is_sparse else "predicted" if passed else "exact"
@@ -199,7 +248,7 @@ def _write_manifest(stages: Stages, settings: Settings, model: Decoder, mode: Mo
 
 def _hardware(stages: Stages, settings: Settings) -> HardwareSpec:
     if settings.hardware != "measured":
-        return hardware_preset(settings.hardware)
+        return find_hardware(settings.hardware)
     devices = fingerprint(VERSION, [str(d.device_kind) for d in jax.local_devices()], os.cpu_count())
     record = stages.run(
         "hardware", devices, lambda fn: Artefact({}, dataclasses.asdict(measure_hardware()))
@@ -227,15 +276,15 @@ def _placement(
     model: Decoder,
     stats: ActivationStats,
     hardware: HardwareSpec,
+    limits: dict[str, Any],
 ) -> Placement:
-    wanted = settings.placement
-    dtype = model.layers[0].ffn.weights.format
-    ffn_bytes = neuron_bytes(model.config, dtype) * sum(model.config.neurons)
-    budget = min(device_budget(wanted.device_bytes, ffn_bytes, hardware.device_bytes), hardware.device_bytes)
-
-    limits: dict[str, Any] = {"device_bytes": budget, "dtype": dtype}
-    solver = {"group_size": wanted.group_size, "time_limit_s": wanted.time_limit_s}
-    hot_mask = imports.hot_mask
+    wanted, hot_mask = settings.placement, imports.hot_mask
+    solver: dict[str, Any] = {
+        "objective": wanted.objective,
+        "minimum": wanted.minimum,
+        "group_size": wanted.group_size,
+        "time_limit_s": wanted.time_limit_s,
+    }
 
     def make(progress_fn: ProgressFn) -> Artefact:
         if hot_mask is not None:

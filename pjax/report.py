@@ -10,7 +10,8 @@ Its keys, null where a mode does not apply, with lists of one entry a layer:
                 density, bytes, per_layer
     hardware    name, source (measured, preset or simulated)
     placement   source (solved, or a path), status, objective, bound, hot_neurons (list), device_bytes,
-                budget_bytes, solve_s
+                budget_bytes, solve_s; goal (impact or latency), gap, next_gib (what one more GiB would add to
+                the objective); expected of a step's FFNs: step_s, all_cold_s, per_layer; memory (the plan)
     quality     perplexity of each mode; top1_agreement and kl_mean of predicted against dense; guard
     executor    kind, devices, simulated, neuron_load_share, syncs_per_layer; of a split step: step_s,
                 device_s and host_s (its halves alone), timeline
@@ -32,6 +33,8 @@ from rich.table import Table
 from pjax.base import MODES, ActivationStats, HardwareSpec, Mode, Placement, Predictors
 from pjax.executor import OneProgram, Overlap, TwoPrograms
 from pjax.model import Decoder
+from pjax.placement import Explanation
+from pjax.plan import MemoryPlan, plan_rows
 from pjax.profiler import hot_share
 from pjax.quality import Quality
 from pjax.speed import FfnTimes, Speed, bytes_per_token
@@ -82,7 +85,9 @@ def predictor_part(predictors: Predictors, kind: str, source: str) -> dict[str, 
     }
 
 
-def placement_part(placement: Placement, source: str) -> dict[str, Any]:
+def placement_part(
+    placement: Placement, source: str, explained: Explanation, memory: MemoryPlan
+) -> dict[str, Any]:
     """The `placement` key of the report; source: "solved" or a path."""
     return {
         "source": source,
@@ -93,6 +98,13 @@ def placement_part(placement: Placement, source: str) -> dict[str, Any]:
         "device_bytes": placement.device_bytes,
         "budget_bytes": placement.budget_bytes,
         "solve_s": placement.solve_s,
+        "goal": placement.goal,
+        "gap": placement.gap,
+        "next_gib": placement.next_gib,
+        "step_s": explained.step_s,
+        "all_cold_s": explained.all_cold_s,
+        "per_layer": [layer._asdict() for layer in explained.layers],
+        "memory": memory._asdict(),
     }
 
 
@@ -184,4 +196,40 @@ def summary_table(report: dict[str, Any]) -> Table:
             f"serving {executor['neuron_load_share']:.1%} of the activations "
             f"({report['hardware']['name']}{simulated}); guard {quality['guard']}"
         )
+    return table
+
+
+def plan_table(plan: MemoryPlan, hardware: HardwareSpec) -> Table:
+    """What goes where, a row each."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{hardware.name} ({hardware.source})",
+        caption=None if plan.budget else "no device memory: everything runs on the host",
+    )
+    for column in ("", "device", "host"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, *sizes in plan_rows(plan, hardware):
+        if name == "together":
+            table.add_section()
+        table.add_row(name, *(f"{size / 2**20:,.1f} MiB" if size else "-" for size in sizes))
+    return table
+
+
+def layer_table(placement: dict[str, Any]) -> Table:
+    """A placement layer by layer, from the report's key."""
+    table = Table(box=box.SIMPLE_HEAD, title=f"placement by {placement['goal']}")
+    for column in ("layer", "hot", "of", "activations", "device us", "host us", "no more because of"):
+        table.add_column(column, justify="right")
+    for index, layer in enumerate(placement["per_layer"]):
+        times = (f"{1e6 * layer[key]:.1f}" for key in ("device_s", "host_s"))
+        share, limit = f"{layer['share']:.1%}", layer["limit"] or "-"
+        table.add_row(str(index), f"{layer['hot']:,}", f"{layer['neurons']:,}", share, *times, limit)
+    step, cold = (f"{1e6 * placement[key]:,.1f} us" for key in ("step_s", "all_cold_s"))
+    more = placement["next_gib"]
+    gain = (
+        f"{1e6 * more:,.1f} us less" if placement["goal"] == "latency" else f"{more:,.1f} more active neurons"
+    )
+    table.caption = (
+        f"FFNs of a step: {step} expected, {cold} with all neurons on the host; one more GiB: {gain}"
+    )
     return table

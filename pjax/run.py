@@ -23,12 +23,13 @@ from pjax.compiled import keep_compiled
 from pjax.executor import make_executor
 from pjax.formats import expand_path
 from pjax.generate import Generation, generate
-from pjax.hardware import hardware_preset
+from pjax.hardware import find_hardware
 from pjax.ops.ffi import unusable_reason
-from pjax.pipeline import Prepared, prepare
-from pjax.report import summary_table
+from pjax.pipeline import Prepared, make_plan, prepare
+from pjax.report import layer_table, plan_table, summary_table
 from pjax.sampling import check_integer, make_sampler
 from pjax.settings import Settings, make_settings
+from pjax.stages import Stages
 from pjax.textio import check_stop
 from pjax.workdir import write_atomically
 
@@ -40,7 +41,12 @@ _PROMPT = flags.DEFINE_string(
     "prompt", None, "Text to continue or question to answer, instead of the config's."
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the report as JSON on stdout instead of the text.")
+_PLAN = flags.DEFINE_bool("plan", False, "Print what would go where in memory, and stop before any weight.")
 _VERIFY = flags.DEFINE_bool("verify", False, "Compare every byte of the weights with the workdir's.")
+
+
+SHORT = 24
+"""Layers whose table still fits on a screen; of more it is in the report."""
 
 
 class StageBars:
@@ -86,17 +92,24 @@ def main(argv: list[str]) -> None:
     workdir = expand_path(_WORKDIR.value or Path("runs") / config_file.stem)
     console = Console(stderr=True)
     bars = StageBars(console)
+    if _PLAN.value:
+        workdir.mkdir(parents=True, exist_ok=True)
+        planned = make_plan(settings, Stages(workdir, bars.begin))
+        Console().print(plan_table(planned.memory, planned.hardware))
+        return
     with bars.progress:
         prepared = prepare(settings, workdir, bars.begin, verify=_VERIFY.value)
         bars.end()
     warn(console, settings, prepared)
     generation = _generate(settings, prepared, console)
-    report = prepared.report | {"text": _shown_prompt(settings) + generation.text}
+    report: dict[str, Any] = prepared.report | {"text": _shown_prompt(settings) + generation.text}
     text = json.dumps(report, indent=1, allow_nan=False)
     write_atomically(workdir / "report.json", text.encode())
     if _JSON.value:
         print(text)
     console.print(summary_table(report))
+    if report["placement"] and report["model"]["layers"] <= SHORT:
+        console.print(layer_table(report["placement"]))
     console.print(f"report: {workdir / 'report.json'}", highlight=False)
 
 
@@ -114,7 +127,7 @@ def _stand_in(settings: Settings) -> None:
     if settings.hardware == "measured":
         return
     try:
-        hardware = hardware_preset(settings.hardware)
+        hardware = find_hardware(settings.hardware)
     except ValueError as error:
         raise ValueError(f"config.hardware: {error}") from error
     if hardware.source == "simulated":

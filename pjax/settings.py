@@ -49,15 +49,20 @@ class PlacementSettings:
     """How neurons are placed.
 
     Attributes:
-        device_bytes: a number, "8GiB", "40%" of the FFN weights, or "max" for the device's memory.
-        objective: "impact".
+        device_bytes: what may be on the device: a number, "8GiB", "max" for its memory but a reserve, 0 for
+            nothing; or "40%" of the neurons, whatever the rest takes.
+        context: tokens of the KV cache that get room on the device, at most the model's context.
+        objective: "impact" for the most activations on the device, "latency" for the least time of a step.
+        minimum: how "impact" counts the fewest hot neurons of a layer, see `placement.min_hot_neurons`.
         group_size: neurons decided together.
         time_limit_s: of the solver.
         path: a split of PowerInfer, `model.generated.gpuidx`, instead of the solver.
     """
 
     device_bytes: int | str = "max"
+    context: int = 2048
     objective: str = "impact"
+    minimum: str = "paper"
     group_size: int = 64
     time_limit_s: float = 30.0
     path: str | None = None
@@ -103,7 +108,7 @@ class Settings:
         dtype: storage type of the weights; None keeps the file's.
         mode: see `base.Mode`; None chooses by the quality guard.
         seed: of predictors and sampling.
-        hardware: "measured", or the name of a preset.
+        hardware: "measured", the name of a preset, or a .toml file, see `hardware.read_hardware`.
         profile: see its class, as the others.
         predictor: of mode "predicted".
         placement: of the neurons.
@@ -131,13 +136,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mode": (None, *MODES),
     "predictor.kind": ("lowrank",),
     "predictor.dtype": DTYPES,
-    "placement.objective": ("impact",),
+    "placement.objective": ("impact", "latency"),
+    "placement.minimum": ("paper", "expected"),
 }
 """Keys with a fixed set of values."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "profile.num_tokens": (2, 1e12),
     "predictor.recall": (0.0, 1.0),
+    "placement.context": (1, 1e9),
     "placement.group_size": (1, 1e9),
     "placement.time_limit_s": (1e-3, 1e6),
     "quality.num_tokens": (2, 1e12),
@@ -170,15 +177,17 @@ def device_budget(value: int | str, ffn_bytes: int, device_bytes: int) -> int:
     """Bytes of a budget as people write it.
 
     Args:
-        value: a number of bytes, "8GiB", "512MiB", "40%" of the FFN weights, or "max".
-        ffn_bytes: of the model.
-        device_bytes: of the device, what "max" means.
+        value: a number of bytes, "8GiB", "512MiB", "40%" of the neurons, or "max".
+        ffn_bytes: of the neurons.
+        device_bytes: what "max" means.
 
     Raises:
-        ValueError: if it is none of these.
+        ValueError: if it is none of these, or negative.
     """
-    if isinstance(value, int):
+    if isinstance(value, int) and value >= 0:
         return value
+    if isinstance(value, int):
+        raise ValueError(f"placement.device_bytes: expected at least 0, got {value}")
     text = value.strip()
     units = {"%": ffn_bytes / 100, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1, "": 1}
     if text == "max":

@@ -9,6 +9,7 @@ import pytest
 
 from pjax.base import Placement, Predictors
 from pjax.executor import OneProgram, TwoPrograms, device_pair, make_executor, measure_overlap
+from pjax.executor.common import empty_caches
 from pjax.executor.two_programs import cold_program, hot_program
 from pjax.sampling import greedy
 from tests.tiny_model import tiny_decoder, tiny_ids, tiny_predictors
@@ -60,6 +61,19 @@ def test_split_equals_whole(mode, gated):
         np.testing.assert_array_equal(split_tokens, tokens)
         np.testing.assert_allclose(split_logits, logits, rtol=0, atol=1e-4)
         np.testing.assert_array_equal(split_rows, rows)
+
+
+def test_a_whole_layer_asks_nothing_of_the_host():
+    model, ids = tiny_decoder(), tiny_ids(1, 6)
+    device, host = jax.devices()
+    some, whole = np.arange(24) < 9, np.ones(40, bool)
+    split = TwoPrograms(model, (some, whole), mode="exact", device=device, host=host)
+    seen = []
+    caches = empty_caches(model.config, model.cache_dtype, 1, 32, device)
+    _, joined, _, _ = split._run(ids, None, caches, "exact", lambda name, arrays: seen.append((name, arrays)))
+    assert [arrays is None for name, arrays in seen if name == "host_input"] == [False, True]
+    assert joined.cold is None
+    np.testing.assert_array_equal(decode(split, ids, 4)[0], decode(OneProgram(model), ids, 4)[0])
 
 
 BLOCKS = {

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from pjax import hardware
-from pjax.hardware import hardware_preset, measure_hardware
+from pjax.base import HardwareSpec
+from pjax.hardware import find_hardware, hardware_preset, measure_hardware
 from pjax.placement import check_hardware, min_hot_neurons
 
 
@@ -90,6 +91,48 @@ def test_a_missing_host_backend_is_named(monkeypatch):
     monkeypatch.setattr(hardware.jax, "devices", no_backend)
     with pytest.raises(ValueError, match="JAX_PLATFORMS=cuda,cpu"):
         hardware._host_device()
+
+
+MACHINE = """
+name = "laptop"
+source = "simulated"
+device_bytes = 8e9
+host_bytes = 16_000_000_000
+device_bytes_per_s = 300e9
+host_bytes_per_s = 30e9
+host_gather_bytes_per_s = 27e9
+launch_s = 0
+sync_s = 20e-6
+"""
+
+
+def test_a_machine_by_hand(tmp_path):
+    file = tmp_path / "laptop.toml"
+    file.write_text(MACHINE)
+    spec = find_hardware(str(file))
+    expected = HardwareSpec("laptop", "simulated", 8 * 10**9, 16 * 10**9, 300e9, 30e9, 27e9, 0, 20e-6)
+    assert spec == expected and isinstance(spec.device_bytes, int)
+    assert find_hardware("demo") == hardware_preset("demo")
+    with pytest.raises(FileNotFoundError, match="there is no file .*nowhere.toml"):
+        find_hardware(str(tmp_path / "nowhere.toml"))
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("sync_s = 20e-6", "", "missing or unknown: sync_s"),
+    ("sync_s", "sinc_s", "missing or unknown: sinc_s, sync_s"),
+    ("sync_s = 20e-6", "sync_s = -1", "sync_s: expected a finite number >= 0, got -1"),
+    ("sync_s = 20e-6", "sync_s = true", "sync_s: expected a number, got True"),
+    ("30e9", "nan", "host_bytes_per_s: expected a positive finite number, got nan"),
+    ("8e9", "0", "device_bytes: expected a positive finite number, got 0"),
+    ('"laptop"', "3", "name: expected text, got 3"),
+    ("simulated", "guessed", "source: expected measured or preset or simulated, got 'guessed'"),
+    ("=", ":", "expected a TOML file"),
+])  # fmt: skip
+def test_a_machine_by_hand_without_sense_is_refused(tmp_path, old, new, message):
+    file = tmp_path / "laptop.toml"
+    file.write_text(MACHINE.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        find_hardware(str(file))
 
 
 def test_presets_cannot_be_changed():

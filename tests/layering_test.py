@@ -30,6 +30,7 @@ FLOORS = {
     "predictor": 2,
     "hardware": 2,
     "attention": 2,
+    "plan": 3,
     "layers": 3,
     "model": 3,
     "storage": 3,

@@ -1,6 +1,7 @@
 """The parts of the report against numpy, and the table for a sparse and for a dense-only model."""
 
 import dataclasses
+import io
 import json
 
 import numpy as np
@@ -9,12 +10,17 @@ from rich.console import Console
 
 from pjax import report
 from pjax.base import ActivationStats, HardwareSpec, Placement
+from pjax.placement import explain_placement
+from pjax.plan import MemoryPlan
 from tests.tiny_model import tiny_config, tiny_decoder, tiny_predictors
 
 STATS = ActivationStats((np.array([8, 1, 1, 0]), np.array([5, 5, 0, 0, 0, 10])), 10)
 MASKS = (np.array([True, False, False, True]), np.array([False, True, False, False, False, True]))
-PLACEMENT = Placement(MASKS, "optimal", 2.3, 2.5, 4096, 8192, 0.25)
-HARDWARE = HardwareSpec("demo", "simulated", 1, 1, 1.0, 1.0, 1.0, 0.0, 0.0)
+PLACEMENT = Placement(
+    MASKS, "optimal", 2.3, 2.5, 4096, 8192, 0.25, "impact", ("budget", "minimum"), next_gib=0.7
+)
+HARDWARE = HardwareSpec("demo", "simulated", 1, 1, 1.0, 1.0, 1.0, 0.0, 0.5)
+MEMORY = MemoryPlan(1, 2, 3, 4, 5, 6, 7, 22, 32)
 
 
 def test_model_part_by_hand():
@@ -59,10 +65,24 @@ def test_predictor_part_is_the_mean_over_layers():
     assert len(part["per_layer"]) == 2
 
 
+def placement_part(**changes) -> dict:
+    config = tiny_config(neurons=(4, 6))
+    explained = explain_placement(PLACEMENT, STATS, config, HARDWARE, dtype="float32")
+    return report.placement_part(PLACEMENT, "solved", explained, MEMORY) | changes
+
+
 def test_placement_and_hardware_parts():
-    assert report.placement_part(PLACEMENT, "solved") == {
+    size = 3 * 16 * 4 + 4
+    times = {"device_s": 0.8 * size, "host_s": 0.2 * size, "join_s": 0.5}
+    layer = {"hot": 2, "neurons": 4, "share": 0.8, "limit": "budget"} | times
+    part = placement_part()
+    assert part.pop("per_layer")[0] == pytest.approx(layer)
+    assert part.pop("step_s") == pytest.approx((0.8 + 1.5) * size + 2 * 0.5)
+    assert part.pop("all_cold_s") == pytest.approx((1.0 + 2.0) * size + 2 * 0.5)
+    assert part == {
         "source": "solved", "status": "optimal", "objective": 2.3, "bound": 2.5, "hot_neurons": [2, 2],
-        "device_bytes": 4096, "budget_bytes": 8192, "solve_s": 0.25,
+        "device_bytes": 4096, "budget_bytes": 8192, "solve_s": 0.25, "goal": "impact",
+        "gap": pytest.approx(0.2 / 2.3), "next_gib": 0.7, "memory": MEMORY._asdict(),
     }  # fmt: skip
     assert report.hardware_part(HARDWARE) == {"name": "demo", "source": "simulated"}
 
@@ -80,7 +100,7 @@ def sparse_report() -> dict:
         "profile": report.profile_part(STATS, "measured"),
         "predictor": report.predictor_part(tiny_predictors(model, 0.5), "lowrank", "trained"),
         "hardware": report.hardware_part(HARDWARE),
-        "placement": report.placement_part(PLACEMENT, "solved"),
+        "placement": placement_part(),
         "executor": {"neuron_load_share": 23 / 30},
         "quality": {
             "perplexity_dense": 12.3456,
@@ -108,15 +128,16 @@ def dense_report() -> dict:
     }
 
 
+def text_of(table) -> str:
+    console = Console(width=120, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
 def rendered(values: dict) -> list[list[str]]:
     """The table's lines, each split at its gaps."""
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(report.summary_table(values))
-    return [
-        [cell.strip() for cell in line.split("  ") if cell.strip()]
-        for line in console.export_text().splitlines()
-    ]
+    lines = text_of(report.summary_table(values)).splitlines()
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
 
 
 def test_report_is_strict_json():
@@ -136,6 +157,15 @@ def test_table_of_a_sparse_model():
     assert "76.7%" in text
     assert "simulated hardware" in text
     assert "guard passed" in text
+
+
+def test_layers_and_plan_are_tables():
+    lines = [line.split() for line in text_of(report.layer_table(placement_part())).splitlines()]
+    assert ["0", "2", "4", "80.0%", "156800000.0", "39200000.0", "budget"] in lines
+    assert ["1", "2", "6", "75.0%", "294000000.0", "98000000.0", "minimum"] in lines
+    plan = [line.split() for line in text_of(report.plan_table(MEMORY, HARDWARE)).splitlines()]
+    assert ["predictors", "0.0", "MiB", "-"] in plan and ["together", "0.0", "MiB", "0.0", "MiB"] in plan
+    assert "everything runs on the host" in text_of(report.plan_table(MEMORY._replace(budget=0), HARDWARE))
 
 
 def test_table_of_a_model_without_zeros():

@@ -85,14 +85,16 @@ def _device_half(executor: TwoPrograms, state: DecodeState, caches) -> Any:
             layer, residual, joined, positions, cache, executor.mode
         )
         hot, _ = executor._hot(layer, x, hot_mask, executor.mode)
-        joined = Joined(hot, hot)  # any array of that shape, in the place of what the host would send
+        # Any array of that shape, in the place of what the host would send.
+        joined = Joined(hot, hot if layer.cold.neurons else None)
     return joined
 
 
 def _host_half(executor: TwoPrograms, inputs: list[Any]) -> Any:
     return [
-        executor._cold(layer, x, cold_bits, executor.mode)
-        for layer, (x, cold_bits) in zip(executor._layers, inputs, strict=True)
+        executor._cold(layer, host_input[0], host_input[1], executor.mode)
+        for layer, host_input in zip(executor._layers, inputs, strict=True)
+        if host_input is not None
     ]
 
 
@@ -100,7 +102,7 @@ def _watch(executor: TwoPrograms, state: DecodeState) -> tuple[tuple[LayerTimes,
     """Runs one step's layers while three threads note when each array becomes ready.
 
     Returns:
-        (the times, what the host got in each layer)
+        (the times, what the host got in each layer, None where it has no neurons)
     """
     queues: dict[str, queue.SimpleQueue] = {name: queue.SimpleQueue() for name in ("input", "hot", "cold")}
     ready: dict[str, list[float]] = {name: [] for name in queues}

@@ -55,10 +55,20 @@ def flatten_module(module: nnx.Module, device: jax.Device) -> tuple[ModuleSpec, 
 
 
 class Joined(NamedTuple):
-    """What the two halves of a layer's FFN add to the residual stream, both on the device."""
+    """What the two halves of a layer's FFN add to the residual stream, both on the device.
+
+    Attributes:
+        hot: [batch, seq, model].
+        cold: the same; None of a layer without cold neurons.
+    """
 
     hot: jax.Array
-    cold: jax.Array
+    cold: jax.Array | None
+
+    @property
+    def total(self) -> jax.Array:
+        """The layer's FFN."""
+        return self.hot if self.cold is None else self.hot + self.cold
 
 
 @partial(jax.jit, static_argnames="spec")
@@ -85,7 +95,7 @@ def attend_program(
     """
     layer = spec.merge(leaves)
     if joined is not None:
-        residual = join(residual, joined.hot + joined.cold, layer.config)
+        residual = join(residual, joined.total, layer.config)
     attended = layer.attend(residual, positions, cache)
     if predictor is None:
         return attended.x, attended.residual, attended.cache, None, None
@@ -122,7 +132,7 @@ def finish_program(
 ):
     """On the device: joins the last layer and samples after each sequence's last token."""
     decoder = spec.merge(leaves)
-    residual = join(residual, joined.hot + joined.cold, decoder.config)
+    residual = join(residual, joined.total, decoder.config)
     if residual.shape[1] > 1:
         residual = last_rows(residual, lengths)
     return sample_fn(decoder.logits(residual)[:, 0], sampler)
@@ -155,7 +165,7 @@ class TwoPrograms:
     """A hot program on the device and a cold one on the host per layer, running at the same time.
 
     `y = hot(x) + cold(x) + down_bias`: x and the packed mask of the cold neurons go to the host,
-    y [batch, seq, model] comes back, once a layer; the device adds.
+    y [batch, seq, model] comes back, once a layer that has cold neurons; the device adds.
 
     Args:
         model: the decoder, whole.
@@ -198,6 +208,12 @@ class TwoPrograms:
         model.layers = nnx.List([])
         self._spec, self._leaves = flatten_module(model, device)
 
+    @property
+    def device_bytes(self) -> int:
+        """Of all weights on the device, predictors included."""
+        own = [(layer.leaves, layer.predictor) for layer in self._layers]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._leaves, own)))
+
     def _split(self, layer, hot_mask: np.ndarray, predictor: LowRankPredictor | None) -> SplitLayer:
         split = split_ffn(layer.ffn.weights, hot_mask)
         layer.ffn.set_weights(split.hot)
@@ -233,12 +249,14 @@ class TwoPrograms:
             x, residual, cache, hot_mask, cold_bits = self._attend(
                 layer, residual, joined, positions, cache, mode
             )
-            # The host first: its program starts while the device's is still being dispatched.
-            x_host, bits_host = jax.device_put((x, cold_bits), self.host)
             watch_fn("input", x)
-            watch_fn("host_input", (x_host, bits_host))
-            cold, cold_counts = self._cold(layer, x_host, bits_host, mode)
-            watch_fn("cold", cold)
+            cold = cold_counts = host_input = None
+            if layer.cold.neurons:
+                # The host first: its program starts while the device's is still being dispatched.
+                host_input = jax.device_put((x, cold_bits), self.host)
+                cold, cold_counts = self._cold(layer, *host_input, mode)
+            watch_fn("host_input", host_input)
+            watch_fn("cold", x if cold is None else cold)
             hot, hot_counts = self._hot(layer, x, hot_mask, mode)
             watch_fn("hot", hot)
             cold, cold_counts = jax.device_put((cold, cold_counts), self.device)

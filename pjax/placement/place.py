@@ -20,7 +20,9 @@ from pjax.placement.problem import (
     layer_times,
     saved_per_row,
 )
-from pjax.placement.solver import Choice, Formulation, choose
+from pjax.placement.solver import Choice, Formulation, choose, choose_by_price
+
+GIB = 2**30
 
 Objective = Literal["impact", "latency"]
 """What a placement is to be best in, see `solve_placement`."""
@@ -85,12 +87,14 @@ def solve_placement(
     frequencies = stats.frequencies
     orders = [np.argsort(-f, kind="stable") for f in frequencies]
     falling = [f[order] for f, order in zip(frequencies, orders, strict=True)]
-    if objective == "latency":
-        layers = [latency_curve(f, size, hardware) for f, size in zip(falling, sizes, strict=True)]
-    else:
-        form = None if total_bytes <= device_bytes else minimum
-        layers = [impact_curve(f, size, hardware, form) for f, size in zip(falling, sizes, strict=True)]
 
+    def curves(capacity: int) -> list[LayerCurve]:
+        if objective == "latency":
+            return [latency_curve(f, size, hardware) for f, size in zip(falling, sizes, strict=True)]
+        form = None if total_bytes <= capacity else minimum
+        return [impact_curve(f, size, hardware, form) for f, size in zip(falling, sizes, strict=True)]
+
+    layers = curves(device_bytes)
     choice = choose(
         layers, device_bytes, group_size=group_size, time_limit_s=time_limit_s, formulation=formulation
     )
@@ -115,6 +119,9 @@ def solve_placement(
         solve_s=time.perf_counter() - start_s,
         goal=objective,
         limits=_limits(layers, choice.num_hot, device_bytes, is_faster=saved_per_row(1, hardware) > 0),
+        next_gib=max(
+            0.0, choose_by_price(curves(device_bytes + GIB), device_bytes + GIB).value - choice.value
+        ),
     )
 
 

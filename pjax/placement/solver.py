@@ -87,14 +87,14 @@ def choose(
     outcome = program.optimize(max_seconds=time_limit_s).name
     if outcome not in ("OPTIMAL", "FEASIBLE"):
         return priced
-    states = tuple(_read_state(own) for own in variables)
+    states: tuple[State, ...] = tuple(_read_state(own) for own in variables)
     num_hot = fill(layers, states, capacity)
     value = _worth(layers, states, num_hot)
     if value < priced.value:
         states, num_hot, value = priced.states, priced.num_hot, priced.value
     bound = min(priced.bound, program.objective_bound / scale + slack)
-    status = "optimal" if "OPTIMAL" in (outcome, priced.status.upper()) else "feasible"
-    return Choice(states, num_hot, value, max(bound, value), status)
+    optimal = outcome == "OPTIMAL" or priced.status == "optimal"
+    return Choice(states, num_hot, value, max(bound, value), "optimal" if optimal else "feasible")
 
 
 def _new_program() -> Any:
