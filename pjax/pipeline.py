@@ -5,7 +5,6 @@ checkpoint, hardware -> profile -> placement, predictors -> quality -> speed -> 
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,19 +13,12 @@ import numpy as np
 
 from pjax.base import MODES, VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
 from pjax.chat import encode_chat
-from pjax.executor import OneProgram, check_mode, make_executor, measure_overlap, on_host
-from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_texts
-from pjax.hardware import find_hardware, measure_hardware
-from pjax.imported import Imports, import_placement, import_predictors, predictors_fingerprint, read_imports
+from pjax.executor import OneProgram, TwoPrograms, check_mode, make_executor, measure_overlap, on_host
+from pjax.formats import expand_path, load_tokenizer, read_texts
+from pjax.imported import Imports, import_placement, import_predictors, predictors_fingerprint
 from pjax.model import Decoder
 from pjax.placement import explain_placement, solve_placement
-from pjax.plan import (
-    MemoryPlan,
-    plan_memory,
-    stored_predictor_bytes,
-    trained_predictor_bytes,
-    weight_sizes,
-)
+from pjax.plan import MemoryPlan, make_plan
 from pjax.profiler import HELD_OUT, collect_stats, measure_predictors, train_predictors
 from pjax.quality import Quality, chunks, measure_quality
 from pjax.report import (
@@ -110,46 +102,6 @@ def profile_rows(ids: np.ndarray, context: int) -> np.ndarray:
     return ids[: len(ids) // seq * seq].reshape(-1, seq)
 
 
-class Planned(NamedTuple):
-    """What a run knows before it reads a weight.
-
-    Attributes:
-        hardware: the machine.
-        imports: what it takes from files.
-        memory: what goes where.
-        dtypes: weight type of each layer's neurons.
-    """
-
-    hardware: HardwareSpec
-    imports: Imports
-    memory: MemoryPlan
-    dtypes: tuple[str, ...]
-
-
-def make_plan(settings: Settings, stages: Stages) -> Planned:
-    """Opens the files, measures the machine, and gives out its memory.
-
-    Args:
-        settings: what to do.
-        stages: of the workdir, which remembers what was measured.
-
-    Raises:
-        ValueError, FileNotFoundError: the files are not there or broken, or the budget is too small.
-    """
-    checkpoint = read_checkpoint(settings.model, activation=settings.activation)
-    config = checkpoint.config
-    imports = read_imports(settings, config)
-    hardware = _hardware(stages, settings)
-    predictors = 0
-    if config.is_sparse and settings.mode in (None, "predicted"):
-        predictors = trained_predictor_bytes(config, settings.predictor.dtype)
-        if imports.predictors is not None:
-            predictors = stored_predictor_bytes(imports.predictors)
-    sizes = weight_sizes(checkpoint, settings.dtype)
-    memory = plan_memory(sizes, config, hardware, settings.placement, predictors)
-    return Planned(hardware, imports, memory, sizes.ffn_dtypes)
-
-
 def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: bool = False) -> Prepared:
     """Does all stages that are not yet in the workdir, and reads the others.
 
@@ -216,7 +168,7 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     hot_mask = np.concatenate(placement.hot_mask) if placement else None
     devices, counted = list(map(str, jax.local_devices())), stages.made_from.get("profile")
     made_from = fingerprint(made_from, timed, counted, hot_mask, simulated, devices)
-    report |= _speed(stages, model, predictors, stats, placement, simulated, timed, made_from)
+    report |= _speed(stages, model, predictors, stats, placement, simulated, memory, timed, made_from)
     _write_manifest(stages, settings, model, mode)
     return Prepared(model, tokenizer, prompt, mode, simulated, predictors, placement, report)
 
@@ -244,16 +196,6 @@ def _write_manifest(stages: Stages, settings: Settings, model: Decoder, mode: Mo
         "made_from": stages.made_from,
     }
     write_atomically(stages.workdir / "workdir.json", json.dumps(manifest, indent=1).encode())
-
-
-def _hardware(stages: Stages, settings: Settings) -> HardwareSpec:
-    if settings.hardware != "measured":
-        return find_hardware(settings.hardware)
-    devices = fingerprint(VERSION, [str(d.device_kind) for d in jax.local_devices()], os.cpu_count())
-    record = stages.run(
-        "hardware", devices, lambda fn: Artefact({}, dataclasses.asdict(measure_hardware()))
-    ).record
-    return HardwareSpec(**record)
 
 
 def _stats(
@@ -355,6 +297,7 @@ def _speed(
     stats: ActivationStats | None,
     placement: Placement | None,
     simulated: bool,
+    memory: MemoryPlan,
     prompt: np.ndarray,
     made_from: str,
 ) -> dict[str, Any]:
@@ -370,6 +313,8 @@ def _speed(
         }
         speed = measure_speed(executors, prompt)
         split = make_executor(model, placement, mode=modes[-1], predictors=predictors, simulated=simulated)
+        if isinstance(split, TwoPrograms) and placement:
+            _check_allocation(split, memory, placement)
         shown = prompt[: speed.prompt_tokens]
         overlap = None
         if not isinstance(split, OneProgram):
@@ -387,3 +332,13 @@ def _speed(
         return Artefact({}, record)
 
     return stages.run("speed", made_from, make).record
+
+
+def _check_allocation(split: TwoPrograms, memory: MemoryPlan, placement: Placement) -> None:
+    """What was planned is what the device got, to the byte or less."""
+    planned = memory.predictors + memory.attention + memory.ends + placement.device_bytes
+    if split.device_bytes > planned:
+        raise RuntimeError(
+            f"the device holds {split.device_bytes} bytes of weights, not the {planned} that were planned; "
+            "please report this"
+        )

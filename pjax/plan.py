@@ -1,17 +1,25 @@
 """Plans memory before a weight is read: what has to be on the device, and what is left for hot neurons."""
 
+import dataclasses
+import os
 from collections import defaultdict
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from pjax.base import HardwareSpec
+from pjax.base import VERSION, HardwareSpec
+from pjax.formats import read_checkpoint
 from pjax.formats.checkpoint import Checkpoint, SourceTensor, StoredPredictors
+from pjax.hardware import find_hardware, measure_hardware
+from pjax.imported import Imports, read_imports
 from pjax.model_config import ModelConfig
 from pjax.placement import layer_neuron_bytes
 from pjax.predictor import default_rank
-from pjax.settings import PlacementSettings, device_budget
+from pjax.settings import PlacementSettings, Settings, device_budget
+from pjax.stages import Stages
 from pjax.weights import QUANTISED_DTYPES, row_bytes
+from pjax.workdir import Artefact, fingerprint
 
 RESERVE = 1 / 16
 """Of the device's memory left alone by "max": compiled programs, and what its allocator loses between arrays;
@@ -63,6 +71,56 @@ class MemoryPlan(NamedTuple):
     def needed(self) -> int:
         """What has to be on the device before the first hot neuron."""
         return self.predictors + self.attention + self.kv_cache + self.workspace + self.ends
+
+
+class Planned(NamedTuple):
+    """What a run knows before it reads a weight.
+
+    Attributes:
+        hardware: the machine.
+        imports: what it takes from files.
+        memory: what goes where.
+        dtypes: weight type of each layer's neurons.
+    """
+
+    hardware: HardwareSpec
+    imports: Imports
+    memory: MemoryPlan
+    dtypes: tuple[str, ...]
+
+
+def make_plan(settings: Settings, stages: Stages) -> Planned:
+    """Opens the files, measures the machine, and gives out its memory.
+
+    Args:
+        settings: what to do.
+        stages: of the workdir, which remembers what was measured.
+
+    Raises:
+        ValueError, FileNotFoundError: the files are not there or broken, or the budget is too small.
+    """
+    checkpoint = read_checkpoint(settings.model, activation=settings.activation)
+    config = checkpoint.config
+    imports = read_imports(settings, config)
+    hardware = _hardware(stages, settings)
+    predictors = 0
+    if config.is_sparse and settings.mode in (None, "predicted"):
+        predictors = trained_predictor_bytes(config, settings.predictor.dtype)
+        if imports.predictors is not None:
+            predictors = stored_predictor_bytes(imports.predictors)
+    sizes = weight_sizes(checkpoint, settings.dtype)
+    memory = plan_memory(sizes, config, hardware, settings.placement, predictors)
+    return Planned(hardware, imports, memory, sizes.ffn_dtypes)
+
+
+def _hardware(stages: Stages, settings: Settings) -> HardwareSpec:
+    if settings.hardware != "measured":
+        return find_hardware(settings.hardware)
+    devices = fingerprint(VERSION, [str(d.device_kind) for d in jax.local_devices()], os.cpu_count())
+    record = stages.run(
+        "hardware", devices, lambda fn: Artefact({}, dataclasses.asdict(measure_hardware()))
+    ).record
+    return HardwareSpec(**record)
 
 
 def weight_sizes(checkpoint: Checkpoint, dtype: str | None) -> WeightSizes:

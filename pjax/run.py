@@ -9,6 +9,7 @@ is also `report.json` in the workdir.
 import json
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ from pjax.formats import expand_path
 from pjax.generate import Generation, generate
 from pjax.hardware import find_hardware
 from pjax.ops.ffi import unusable_reason
-from pjax.pipeline import Prepared, make_plan, prepare
+from pjax.pipeline import Prepared, prepare
+from pjax.plan import make_plan
 from pjax.report import layer_table, plan_table, summary_table
 from pjax.sampling import check_integer, make_sampler
 from pjax.settings import Settings, make_settings
@@ -141,6 +143,16 @@ def warn(console: Console, settings: Settings, prepared: Prepared) -> None:
             f"[yellow]hardware {settings.hardware} is simulated:[/] the placement is for a device that is "
             "not here; an emulated CPU device stands in for it, so the split runs, but no faster.",
             soft_wrap=True,
+        )
+    placement = prepared.report["placement"]
+    if placement and not sum(placement["hot_neurons"]):
+        reason = "its device gets no memory" if not placement["budget_bytes"] else "nothing is worth moving"
+        if set(map(itemgetter("limit"), placement["per_layer"])) == {"no gain"}:
+            reason = "its device reads no faster than the host, so that nothing is worth moving"
+        console.print(
+            f"hardware {prepared.report['hardware']['name']}: {reason}; all neurons stay on the host.",
+            soft_wrap=True,
+            highlight=False,
         )
     if prepared.report["quality"]["guard"] == "failed":
         console.print(
