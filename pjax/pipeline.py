@@ -14,7 +14,7 @@ import numpy as np
 from pjax.base import MODES, VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
 from pjax.chat import encode_chat
 from pjax.executor import OneProgram, TwoPrograms, check_mode, make_executor, measure_overlap, on_host
-from pjax.formats import expand_path, load_tokenizer, read_texts
+from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_texts
 from pjax.imported import Imports, import_placement, import_predictors, predictors_fingerprint
 from pjax.model import Decoder
 from pjax.placement import explain_placement, solve_placement
@@ -116,9 +116,9 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
     """
     workdir.mkdir(parents=True, exist_ok=True)
     stages = Stages(workdir, stage_fn)
-    hardware, imports, memory, dtypes = make_plan(settings, stages)
-    stage_fn("load")
     checkpoint = read_checkpoint(settings.model, activation=settings.activation)
+    hardware, imports, memory, dtypes = make_plan(settings, checkpoint, stages)
+    stage_fn("load")
     origin = weights_origin(checkpoint, settings.dtype)
     with on_host():
         kept = load_weights(workdir / WEIGHTS_FILE, checkpoint.config, origin)

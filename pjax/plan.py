@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from pjax.base import VERSION, HardwareSpec
-from pjax.formats import read_checkpoint
 from pjax.formats.checkpoint import Checkpoint, SourceTensor, StoredPredictors
 from pjax.hardware import find_hardware, measure_hardware
 from pjax.imported import Imports, read_imports
@@ -89,17 +88,17 @@ class Planned(NamedTuple):
     dtypes: tuple[str, ...]
 
 
-def make_plan(settings: Settings, stages: Stages) -> Planned:
-    """Opens the files, measures the machine, and gives out its memory.
+def make_plan(settings: Settings, checkpoint: Checkpoint, stages: Stages) -> Planned:
+    """Opens what is imported, measures the machine, and gives out its memory.
 
     Args:
         settings: what to do.
+        checkpoint: the model.
         stages: of the workdir, which remembers what was measured.
 
     Raises:
         ValueError, FileNotFoundError: the files are not there or broken, or the budget is too small.
     """
-    checkpoint = read_checkpoint(settings.model, activation=settings.activation)
     config = checkpoint.config
     imports = read_imports(settings, config)
     hardware = _hardware(stages, settings)

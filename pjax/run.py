@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from pjax.base import Mode, ProgressFn
 from pjax.compiled import keep_compiled
 from pjax.executor import make_executor
-from pjax.formats import expand_path
+from pjax.formats import expand_path, read_checkpoint
 from pjax.generate import Generation, generate
 from pjax.hardware import find_hardware
 from pjax.ops.ffi import unusable_reason
@@ -96,7 +96,8 @@ def main(argv: list[str]) -> None:
     bars = StageBars(console)
     if _PLAN.value:
         workdir.mkdir(parents=True, exist_ok=True)
-        planned = make_plan(settings, Stages(workdir, bars.begin))
+        checkpoint = read_checkpoint(settings.model, activation=settings.activation)
+        planned = make_plan(settings, checkpoint, Stages(workdir, bars.begin))
         Console().print(plan_table(planned.memory, planned.hardware))
         return
     with bars.progress:

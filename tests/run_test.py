@@ -84,6 +84,9 @@ def test_the_report_is_whole_and_consistent(first):
     assert placement["device_bytes"] <= placement["budget_bytes"]
     assert sum(hot > 0 for hot in placement["hot_neurons"]) >= 3
     assert placement["objective"] <= placement["bound"] * (1 + 1e-9)
+    assert [layer["hot"] for layer in placement["per_layer"]] == placement["hot_neurons"]
+    assert {layer["limit"] for layer in placement["per_layer"]} <= {"budget", "minimum", "all hot"}
+    assert placement["step_s"] < placement["all_cold_s"]
     executor, decode = report["executor"], report["decode"]
     assert executor["kind"] == "two programs" and len(executor["timeline"]) == layers
     assert 0 < executor["neuron_load_share"] < 1
@@ -133,8 +136,18 @@ def test_other_settings_make_again_only_what_depends_on_them(first, workdir):
     report = json.loads(out)
     assert sum(report["placement"]["hot_neurons"]) == 0 and report["executor"]["kind"] == "one program"
     assert report["text"].startswith("import os")
-    assert "mode exact" in err and "emulated" not in err
+    assert "mode exact" in err and "emulated" not in err and "all neurons stay on the host" in err
     assert run(*SMALL, f"--workdir={workdir}")[0] == 0  # as the other tests expect it
+
+
+def test_the_plan_is_printed_without_loading_a_weight(tmp_path):
+    code, out, err = run(*SMALL, f"--workdir={tmp_path}", "--plan", "--config.placement.device_bytes=28MiB")
+    assert (code, err) == (0, "")
+    rows = {line.split("  ")[1].strip(): line.split()[-4:] for line in out.splitlines() if "MiB" in line}
+    assert rows["together"][:2] == ["28.0", "MiB"] and list(tmp_path.iterdir()) == []
+    assert {"predictors", "attention", "workspace", "FFN, hot and cold", "reserve"} <= rows.keys()
+    code, out, err = run(*SMALL, f"--workdir={tmp_path}", "--plan", "--config.placement.device_bytes=3MiB")
+    assert (code, out) == (2, "") and "3145728 bytes are less than the" in err
 
 
 def test_llm_opens_the_workdir_and_continues_as_run_did(first, workdir):

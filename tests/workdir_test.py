@@ -242,6 +242,27 @@ def test_folder_that_is_not_there(tmp_path):
         write_atomically(tmp_path / "missing" / "report.json", b"{}")
 
 
+WRITER = """
+import sys
+from pathlib import Path
+from pjax.workdir import Artefact, save
+for turn in range(50):
+    save(Path(sys.argv[1]), "stage", sys.argv[2], Artefact({}, {"by": sys.argv[2]}))
+"""
+
+
+def test_two_processes_leave_one_valid_artefact(tmp_path):
+    save(tmp_path, "stage", "x", Artefact({}, {"by": "x"}))
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name]) for name in "xy"]
+    while any(writer.poll() is None for writer in writers):
+        found = load(tmp_path, "stage", None)
+        assert found is not None and found.record["by"] in "xy"
+    assert [writer.returncode for writer in writers] == [0, 0]
+    by_x, by_y = load(tmp_path, "stage", "x"), load(tmp_path, "stage", "y")
+    assert (by_x is None) != (by_y is None)
+    assert os.listdir(tmp_path) == ["stage.npz"]
+
+
 def test_leftovers_of_dead_processes_only_are_removed(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
