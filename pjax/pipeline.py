@@ -155,11 +155,15 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         if predictors
         else None,
         "hardware": hardware_part(hardware),
-        "placement": None,
+        "placement": placement_part(
+            placement,
+            sources["placement"],
+            explain_placement(placement, stats, model.config, hardware, dtype=dtypes),
+            memory,
+        )
+        if stats and placement
+        else None,
     }
-    if stats and placement:
-        explained = explain_placement(placement, stats, model.config, hardware, dtype=dtypes)
-        report["placement"] = placement_part(placement, sources["placement"], explained, memory)
     report["quality"] = _quality(stages, settings, model, quality_rows, predictors, made_from)
     passed = report["quality"]["guard"] == "passed"
     mode: Mode = "dense" if not model.config.is_sparse else "predicted" if passed else "exact"

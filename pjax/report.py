@@ -22,6 +22,7 @@ Its keys, null where a mode does not apply, with lists of one entry a layer:
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -233,3 +234,31 @@ def layer_table(placement: dict[str, Any]) -> Table:
         f"FFNs of a step: {step} expected, {cold} with all neurons on the host; one more GiB: {gain}"
     )
     return table
+
+
+def draw_placement(placement: dict[str, Any], path: Path) -> bool:
+    """Draws what each layer has and needs, from the report's key; False without matplotlib (`pjax[plots]`).
+
+    Args:
+        placement: the report's key.
+        path: of the picture, .png or .svg.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    layers = placement["per_layer"]
+    x = np.arange(len(layers))
+    figure = Figure(figsize=(max(6.0, 0.2 * len(layers)), 6), layout="constrained")
+    shares, times = figure.subplots(2, 1, sharex=True)
+    shares.bar(x - 0.2, [100 * layer["hot"] / layer["neurons"] for layer in layers], 0.4, label="neurons")
+    shares.bar(x + 0.2, [100 * layer["share"] for layer in layers], 0.4, label="activations")
+    shares.set_ylabel("on the device, %")
+    times.bar(x - 0.2, [1e6 * layer["device_s"] for layer in layers], 0.4, label="device")
+    times.bar(x + 0.2, [1e6 * layer["host_s"] for layer in layers], 0.4, label="host")
+    times.set_ylabel("expected time, us")
+    times.set_xlabel("layer")
+    for axes in (shares, times):
+        axes.legend()
+    figure.savefig(path)
+    return True

@@ -28,7 +28,7 @@ from pjax.hardware import find_hardware
 from pjax.ops.ffi import unusable_reason
 from pjax.pipeline import Prepared, prepare
 from pjax.plan import make_plan
-from pjax.report import layer_table, plan_table, summary_table
+from pjax.report import draw_placement, layer_table, plan_table, summary_table
 from pjax.sampling import check_integer, make_sampler
 from pjax.settings import Settings, make_settings
 from pjax.stages import Stages
@@ -113,6 +113,8 @@ def main(argv: list[str]) -> None:
     console.print(summary_table(report))
     if report["placement"] and report["model"]["layers"] <= SHORT:
         console.print(layer_table(report["placement"]))
+    if report["placement"] and draw_placement(report["placement"], workdir / "placement.png"):
+        console.print(f"picture: {workdir / 'placement.png'}", highlight=False)
     console.print(f"report: {workdir / 'report.json'}", highlight=False)
 
 

@@ -68,6 +68,7 @@ ONLY_IN = {
     "sentencepiece": {"formats"},
     "optax": {"predictor"},
     "ctypes": {"ops"},
+    "matplotlib": {"report"},
     "absl": {"run"},
     "ml_collections": {"config", "run"},
 }

@@ -1,8 +1,10 @@
 """The parts of the report against numpy, and the table for a sparse and for a dense-only model."""
 
 import dataclasses
+import importlib.util
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -166,6 +168,15 @@ def test_layers_and_plan_are_tables():
     plan = [line.split() for line in text_of(report.plan_table(MEMORY, HARDWARE)).splitlines()]
     assert ["predictors", "0.0", "MiB", "-"] in plan and ["together", "0.0", "MiB", "0.0", "MiB"] in plan
     assert "everything runs on the host" in text_of(report.plan_table(MEMORY._replace(budget=0), HARDWARE))
+
+
+def test_a_picture_where_matplotlib_is_and_none_where_it_is_not(tmp_path, monkeypatch):
+    if importlib.util.find_spec("matplotlib"):
+        assert report.draw_placement(placement_part(), tmp_path / "placement.png")
+        assert (tmp_path / "placement.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not report.draw_placement(placement_part(), tmp_path / "other.png")
+    assert not (tmp_path / "other.png").exists()
 
 
 def test_table_of_a_model_without_zeros():

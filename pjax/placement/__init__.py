@@ -8,8 +8,6 @@ of devices, files or models that run: numbers in, masks out.
 
 from pjax.placement.explain import Explanation as Explanation
 from pjax.placement.explain import explain_placement as explain_placement
-from pjax.placement.place import GIB as GIB
-from pjax.placement.place import activations_served as activations_served
 from pjax.placement.place import solve_placement as solve_placement
 from pjax.placement.place import step_seconds as step_seconds
 from pjax.placement.problem import check_hardware as check_hardware

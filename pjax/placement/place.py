@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -22,7 +23,7 @@ from pjax.placement.problem import (
 )
 from pjax.placement.solver import Choice, Formulation, choose, choose_by_price
 
-GIB = 2**30
+GIB = 2**30  # whose worth is part of the answer
 
 Objective = Literal["impact", "latency"]
 """What a placement is to be best in, see `solve_placement`."""
@@ -83,16 +84,10 @@ def solve_placement(
     check_stats(stats, config)
     start_s = time.perf_counter()
     sizes = layer_neuron_bytes(config, dtype)
-    total_bytes = sum(size * neurons for size, neurons in zip(sizes, config.neurons, strict=True))
     frequencies = stats.frequencies
     orders = [np.argsort(-f, kind="stable") for f in frequencies]
     falling = [f[order] for f, order in zip(frequencies, orders, strict=True)]
-
-    def curves(capacity: int) -> list[LayerCurve]:
-        if objective == "latency":
-            return [latency_curve(f, size, hardware) for f, size in zip(falling, sizes, strict=True)]
-        form = None if total_bytes <= capacity else minimum
-        return [impact_curve(f, size, hardware, form) for f, size in zip(falling, sizes, strict=True)]
+    curves = partial(_make_curves, falling, sizes, hardware, objective, minimum)
 
     layers = curves(device_bytes)
     choice = choose(
@@ -101,36 +96,53 @@ def solve_placement(
     _check_choice(layers, choice, device_bytes)
     num_moved = _spill(config.neurons, choice.num_hot, sizes, hardware.host_bytes, device_bytes)
     hot_mask = tuple(map(_make_mask, orders, choice.num_hot, num_moved))
-    worth = activations_served if objective == "impact" else step_seconds
-    value = worth(frequencies, hot_mask, sizes, hardware)
-    bound = choice.bound
-    if objective == "latency":
-        all_cold = tuple(np.zeros(neurons, bool) for neurons in config.neurons)
-        bound = step_seconds(frequencies, all_cold, sizes, hardware) - bound
-    # Equal ones differ in the order of summation.
-    bound = max(bound, value) if objective == "impact" else min(bound, value)
+    value, bound = _value_and_bound(objective, choice, frequencies, hot_mask, sizes, hardware)
+    richer = choose_by_price(curves(device_bytes + GIB), device_bytes + GIB)
     return Placement(
         hot_mask=hot_mask,
         status="feasible" if any(num_moved) and choice.status == "optimal" else choice.status,
         objective=value,
         bound=bound,
-        device_bytes=_num_bytes(sizes, hot_mask),
+        device_bytes=sum(size * int(mask.sum()) for size, mask in zip(sizes, hot_mask, strict=True)),
         budget_bytes=device_bytes,
         solve_s=time.perf_counter() - start_s,
         goal=objective,
         limits=_limits(layers, choice.num_hot, device_bytes, is_faster=saved_per_row(1, hardware) > 0),
-        next_gib=max(
-            0.0, choose_by_price(curves(device_bytes + GIB), device_bytes + GIB).value - choice.value
-        ),
+        next_gib=max(0.0, richer.value - choice.value),
     )
 
 
-def activations_served(
-    frequencies: Sequence[np.ndarray], hot_mask: Sequence[np.ndarray], *unused: object
-) -> float:
-    """Activation frequency on the device: the paper's impact."""
-    del unused
-    return math.fsum(float(f[mask].sum()) for f, mask in zip(frequencies, hot_mask, strict=True))
+def _make_curves(
+    falling: Sequence[np.ndarray],
+    sizes: Sequence[int],
+    hardware: HardwareSpec,
+    objective: Objective,
+    minimum: Minimum,
+    device_bytes: int,
+) -> list[LayerCurve]:
+    """Each layer for the solver; `falling` has the sorted frequencies."""
+    if objective == "latency":
+        return [latency_curve(f, size, hardware) for f, size in zip(falling, sizes, strict=True)]
+    total_bytes = sum(size * len(f) for size, f in zip(sizes, falling, strict=True))
+    form = None if total_bytes <= device_bytes else minimum
+    return [impact_curve(f, size, hardware, form) for f, size in zip(falling, sizes, strict=True)]
+
+
+def _value_and_bound(
+    objective: Objective,
+    choice: Choice,
+    frequencies: Sequence[np.ndarray],
+    hot_mask: Sequence[np.ndarray],
+    sizes: Sequence[int],
+    hardware: HardwareSpec,
+) -> tuple[float, float]:
+    """The objective of the masks, whatever the solver says, and the bound; equal ones differ by rounding."""
+    if objective == "impact":
+        value = math.fsum(float(f[mask].sum()) for f, mask in zip(frequencies, hot_mask, strict=True))
+        return value, max(choice.bound, value)
+    value = step_seconds(frequencies, hot_mask, sizes, hardware)
+    all_cold = [np.zeros(len(mask), bool) for mask in hot_mask]
+    return value, min(step_seconds(frequencies, all_cold, sizes, hardware) - choice.bound, value)
 
 
 def step_seconds(
@@ -144,10 +156,6 @@ def step_seconds(
         layer_times(f, mask, size, hardware).layer_s
         for f, mask, size in zip(frequencies, hot_mask, sizes, strict=True)
     )
-
-
-def _num_bytes(sizes: Sequence[int], hot_mask: Sequence[np.ndarray]) -> int:
-    return sum(size * int(mask.sum()) for size, mask in zip(sizes, hot_mask, strict=True))
 
 
 def _make_mask(order: np.ndarray, num_hot: int, num_moved: int) -> np.ndarray:
