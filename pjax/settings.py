@@ -61,7 +61,7 @@ class PlacementSettings:
 
     device_bytes: int | str = "max"
     context: int = 2048
-    objective: str = "impact"
+    objective: str = "latency"
     minimum: str = "paper"
     group_size: int = 64
     time_limit_s: float = 30.0

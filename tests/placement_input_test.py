@@ -73,8 +73,7 @@ def test_a_wrong_answer_of_the_solver_is_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("choice", [
-    {"objective": "speed"}, {"minimum": "none"}, {"formulation": "short"},
-    {"formulation": "literal", "objective": "latency"},
+    {"objective": "speed"}, {"minimum": "none"}, {"formulation": "short"}, {"formulation": "literal"},
 ])  # fmt: skip
 def test_choices_without_sense_are_refused(choice):
     config = make_config([4])

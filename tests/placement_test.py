@@ -50,7 +50,7 @@ def solve(counts, num_neurons, *, minimum=1, **kwargs):
         config,
         hardware,
         device_bytes=num_neurons * size,
-        **({"dtype": "bfloat16"} | kwargs),
+        **({"dtype": "bfloat16", "objective": "impact"} | kwargs),
     )
 
 
@@ -85,7 +85,13 @@ def test_budgets_around_a_neuron(config, dtype):
     for num_neurons in (1, 40, 133):
         for extra, expected in ((-1, num_neurons - 1), (0, num_neurons), (1, num_neurons)):
             result = solve_placement(
-                stats, config, hardware, device_bytes=num_neurons * size + extra, dtype=dtype, group_size=1
+                stats,
+                config,
+                hardware,
+                device_bytes=num_neurons * size + extra,
+                dtype=dtype,
+                objective="impact",
+                group_size=1,
             )
             assert sum(m.sum() for m in result.hot_mask) == expected
             assert result.device_bytes == expected * size
@@ -99,7 +105,9 @@ def test_published_shapes_fill_their_budget(model, neurons, dtype):
     stats = make_stats([rng.integers(0, NUM_TOKENS, neurons) for _ in range(3)])
     size = neuron_bytes(config, dtype)
     budget = neurons * size + 1  # of three layers'
-    result = solve_placement(stats, config, make_hardware(config, 1, dtype), device_bytes=budget, dtype=dtype)
+    result = solve_placement(
+        stats, config, make_hardware(config, 1, dtype), device_bytes=budget, dtype=dtype, objective="impact"
+    )
     assert result.status == "optimal" and result.gap < 1e-9
     assert 0 <= budget - result.device_bytes < size
     assert set(result.limits) == {"budget"}
@@ -163,11 +171,15 @@ def test_no_budget_and_no_faster_device_leave_all_cold():
     slow = dataclasses.replace(make_hardware(config, 1), device_bytes_per_s=30e9)
     for result in (
         solve(counts, 0),
-        solve_placement(make_stats(counts), config, slow, device_bytes=2**40, dtype="bfloat16"),
+        solve_placement(
+            make_stats(counts), config, slow, device_bytes=2**40, dtype="bfloat16", objective="impact"
+        ),
     ):
         assert not any(m.any() for m in result.hot_mask)
         assert (result.status, result.objective, result.bound) == ("optimal", 0.0, 0.0)
         assert result.device_bytes == 0
+    result = solve_placement(make_stats(counts), config, slow, device_bytes=2**40, dtype="bfloat16")
+    assert not any(m.any() for m in result.hot_mask) and set(result.limits) == {"no gain"}
 
 
 @pytest.mark.parametrize(("minimum", "expected"), [(64, [0, 64, 0]), (65, [0, 0, 0])])

@@ -62,7 +62,8 @@ def first(workdir) -> tuple[str, str, dict]:
 def test_it_resumes_and_does_every_other_stage(first):
     text, messages, report = first
     stages = [line.split("] ")[1] for line in messages.splitlines() if line.startswith("[")]
-    assert stages == ["load", "placement", "predictors", "quality", "speed"]
+    # The killed run may have got as far as the placement.
+    assert [name for name in stages if name != "placement"] == ["load", "predictors", "quality", "speed"]
     assert text == report["text"] + "\n" and text.startswith(PROMPT)
     assert "simulated" in messages
 
@@ -83,9 +84,10 @@ def test_the_report_is_whole_and_consistent(first):
     assert report["hardware"] == {"name": "demo", "source": "simulated"}
     assert placement["device_bytes"] <= placement["budget_bytes"]
     assert sum(hot > 0 for hot in placement["hot_neurons"]) >= 3
-    assert placement["objective"] <= placement["bound"] * (1 + 1e-9)
+    assert placement["goal"] == "latency" and placement["bound"] <= placement["objective"] * (1 + 1e-9)
+    assert math.isclose(placement["objective"], placement["step_s"])
     assert [layer["hot"] for layer in placement["per_layer"]] == placement["hot_neurons"]
-    assert {layer["limit"] for layer in placement["per_layer"]} <= {"budget", "minimum", "all hot"}
+    assert {layer["limit"] for layer in placement["per_layer"]} <= {"budget", "all hot", "no gain"}
     assert placement["step_s"] < placement["all_cold_s"]
     executor, decode = report["executor"], report["decode"]
     assert executor["kind"] == "two programs" and len(executor["timeline"]) == layers

@@ -36,7 +36,7 @@ def solve_placement(
     *,
     device_bytes: int,
     dtype: str | Sequence[str],
-    objective: Objective = "impact",
+    objective: Objective = "latency",
     minimum: Minimum = "paper",
     group_size: int = 64,
     time_limit_s: float = 30.0,
@@ -48,10 +48,11 @@ def solve_placement(
         latency     minimise the sum over layers of max(device, host) + join, see `layer_times`
 
     subject to the bytes of the hot neurons <= device_bytes, f_n being the activation frequency. `impact` is
-    the program of the paper; its C is counted as `min_hot_neurons` says. `latency` needs no C: it knows what
-    a join costs, that a layer without cold neurons has none, and that a device with too much to do is the
-    slower half. A device that reads no faster than the host gets nothing. A device that can hold every
-    neuron gets them all under `impact`: nothing is joined then, so C does not apply.
+    the program of the paper; its C is counted as `min_hot_neurons` says. `latency`, which measured faster
+    (`experiments/placement_measured.py`), needs no C: it knows what a join costs, that a layer without cold
+    neurons has none, and that a device with too much to do is the slower half. A device that reads no faster
+    than the host gets nothing. A device that can hold every neuron gets them all under `impact`: nothing is
+    joined then, so C does not apply.
 
     Groups of neurons of similar frequency are what the solver chooses layers by; the masks are of single
     neurons, and so is the bound. Memory comes first: cold neurons that the host cannot hold are moved to the
