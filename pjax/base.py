@@ -172,7 +172,7 @@ class Placement:
         budget_bytes: bytes that were allowed.
         solve_s: wall time of the solver.
         goal: what the objective is.
-        limits: for each layer what keeps the next neuron cold: "budget", "minimum" (as many as would pay for
+        limits: for each layer what keeps further neurons cold: "budget", "minimum" (as many as would pay for
             a join do not fit, or are not there), "no gain", or "all hot" if there is none; empty if imported.
         next_gib: what one more GiB of device memory would better the objective by.
     """

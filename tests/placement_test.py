@@ -121,6 +121,10 @@ def test_limits_name_what_keeps_the_next_neuron_cold():
     assert solve(counts, 70, minimum=20).limits == ("all hot", "minimum", "minimum")
     assert solve(counts, 84, minimum=20).limits == ("all hot", "budget", "budget")
     assert solve(counts, 144, minimum=20).limits == ("all hot",) * 3
+    # A join costs 19 of the host's rows: the hottest layer is worth being whole, others not without a join.
+    latency = solve(counts, 80, minimum=20, objective="latency")
+    assert latency.limits[0] == "all hot" and set(latency.limits[1:]) <= {"budget", "no gain"}
+    assert latency.next_gib > 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

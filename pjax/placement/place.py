@@ -108,7 +108,9 @@ def solve_placement(
         budget_bytes=device_bytes,
         solve_s=time.perf_counter() - start_s,
         goal=objective,
-        limits=_limits(layers, choice.num_hot, device_bytes, is_faster=saved_per_row(1, hardware) > 0),
+        limits=_limits(
+            layers, choice.num_hot, device_bytes, objective, is_faster=saved_per_row(1, hardware) > 0
+        ),
         next_gib=max(0.0, richer.value - choice.value),
     )
 
@@ -187,7 +189,12 @@ def _spill(
 
 
 def _limits(
-    layers: Sequence[LayerCurve], num_hot: Sequence[int], device_bytes: int, *, is_faster: bool
+    layers: Sequence[LayerCurve],
+    num_hot: Sequence[int],
+    device_bytes: int,
+    objective: Objective,
+    *,
+    is_faster: bool,
 ) -> tuple[str, ...]:
     """Why no further neuron of each layer is hot, see `Placement.limits`."""
     left = device_bytes - sum(layer.neuron_bytes * num for layer, num in zip(layers, num_hot, strict=True))
@@ -195,8 +202,12 @@ def _limits(
     for layer, num in zip(layers, num_hot, strict=True):
         if num == layer.neurons:
             limits.append("all hot")
-        elif not is_faster or num == layer.most > 0:
+        elif layer.whole is not None and layer.whole > layer.worth[num]:
+            limits.append("budget")  # with more of it the whole layer would be hot
+        elif not is_faster:
             limits.append("no gain")
+        elif num == layer.most:
+            limits.append("no gain" if objective == "latency" else "minimum")
         elif layer.neuron_bytes > left:
             limits.append("budget")
         else:
