@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from pjax.base import VERSION, HardwareSpec
-from pjax.formats.checkpoint import Checkpoint, SourceTensor, StoredPredictors
+from pjax.formats.checkpoint import Checkpoint, SourceTensor, StoredPredictors, module_types
 from pjax.hardware import find_hardware, measure_hardware
 from pjax.imported import Imports, read_imports
 from pjax.model_config import ModelConfig
@@ -17,7 +17,7 @@ from pjax.placement import layer_neuron_bytes
 from pjax.predictor import default_rank
 from pjax.settings import PlacementSettings, Settings, device_budget
 from pjax.stages import Stages
-from pjax.weights import QUANTISED_DTYPES, row_bytes
+from pjax.weights import row_bytes
 from pjax.workdir import Artefact, fingerprint
 
 RESERVE = 1 / 16
@@ -135,29 +135,16 @@ def weight_sizes(checkpoint: Checkpoint, dtype: str | None) -> WeightSizes:
         modules[module][own] = tensor
     attention = ends = 0
     for module, tensors in modules.items():
-        held_as = _held_as(tensors, dtype)
+        held_as = module_types(tensors, dtype).held_as
         for own, tensor in tensors.items():
-            size = _tensor_bytes(tensor, held_as if own != "positions" else _float_type([tensor], dtype))
+            size = _tensor_bytes(tensor, held_as)
             if not module.startswith("layers."):
                 ends += size
             elif not module.endswith(".ffn") or own == "down_bias":
                 attention += size
     ffns = [modules[f"layers.{index}.ffn"] for index in range(checkpoint.config.layers)]
-    ffn_dtypes = tuple(_held_as(tensors, dtype) for tensors in ffns)
-    return WeightSizes(attention, ends, ffn_dtypes, _held_as(modules["embed"], dtype))
-
-
-def _held_as(tensors: dict[str, SourceTensor], dtype: str | None) -> str:
-    """The weight type of a module's matrices, see `storage.load_model`."""
-    rows = tensors.get("up", tensors.get("weight"))
-    quantised = rows.quantised_as if dtype is None and rows is not None else dtype
-    return quantised if quantised in QUANTISED_DTYPES else _float_type(list(tensors.values()), dtype)
-
-
-def _float_type(tensors: list[SourceTensor], dtype: str | None) -> str:
-    types = {str(tensor.dtype) for tensor in tensors if len(tensor.shape) > 1}
-    stored = types.pop() if len(types) == 1 else "float32"
-    return stored if dtype in (None, *QUANTISED_DTYPES) else dtype
+    ffn_dtypes = tuple(module_types(tensors, dtype).held_as for tensors in ffns)
+    return WeightSizes(attention, ends, ffn_dtypes, module_types(modules["embed"], dtype).held_as)
 
 
 def _tensor_bytes(tensor: SourceTensor, dtype: str) -> int:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from pjax import ops
 from pjax.formats import read_checkpoint, write_checkpoint
-from pjax.formats.checkpoint import Checkpoint
+from pjax.formats.checkpoint import Checkpoint, module_types
 from pjax.formats.mapped import load_array
 from pjax.layers import PackedRows, SparseFfn
 from pjax.memory import on_large_pages
@@ -51,17 +51,12 @@ def load_checkpoint(checkpoint: Checkpoint, *, dtype: str | None = None) -> Deco
     for module_path, module in nnx.iter_modules(model):
         own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Variable)}
         stored = {name: tensors[weight_name((*module_path, name))] for name in own}
-        types = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
-        # The matrices of one FFN have one type, whatever the file mixes.
-        stored_dtype = types.pop() if len(types) == 1 else np.dtype(np.float32)
-        matrix_dtype = stored_dtype if dtype in (None, *QUANTISED_DTYPES) else jnp.dtype(dtype)
+        types = module_types(stored, dtype)
         for name, tensor in stored.items():
-            array = load_array(tensor, np.dtype(np.float32) if len(tensor.shape) == 1 else matrix_dtype)
+            array = load_array(tensor, jnp.dtype("float32" if len(tensor.shape) == 1 else types.read_as))
             own[name].set_value(jax.device_put(array))
-        rows = stored.get("up" if isinstance(module, SparseFfn) else "weight")
-        format = rows.quantised_as if dtype is None and rows is not None else dtype
-        if format in QUANTISED_DTYPES:
-            _pack(module, format)
+        if types.held_as in QUANTISED_DTYPES:
+            _pack(module, types.held_as)
     return model
 
 

@@ -1,12 +1,13 @@
 """A model file or folder, opened but not read: what every reader of this package returns."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from pjax.model_config import ModelConfig
+from pjax.weights import QUANTISED_DTYPES
 
 
 class SourceTensor(NamedTuple):
@@ -32,6 +33,37 @@ class SourceTensor(NamedTuple):
     dtype: np.dtype
     stored: Callable[[], np.ndarray]
     quantised_as: str | None = None
+
+
+class ModuleTypes(NamedTuple):
+    """Weight types of a module's matrices.
+
+    Attributes:
+        read_as: the float type in which they are read.
+        held_as: that of the loaded model: the same, or a quantised one made of it.
+    """
+
+    read_as: str
+    held_as: str
+
+
+def module_types(tensors: Mapping[str, SourceTensor], dtype: str | None) -> ModuleTypes:
+    """Which types the matrices of a module get when it is loaded.
+
+    They have one type, whatever the file mixes. Only rows of weights are quantised: `up` with the rest of its
+    FFN, or `weight`; learned positions are not.
+
+    Args:
+        tensors: of one module, by their names in it.
+        dtype: as of `load_model`.
+    """
+    stored = {str(tensor.dtype) for tensor in tensors.values() if len(tensor.shape) > 1}
+    read_as = stored.pop() if len(stored) == 1 else "float32"
+    if dtype is not None and dtype not in QUANTISED_DTYPES:
+        read_as = dtype
+    rows = tensors.get("up", tensors.get("weight"))
+    quantised = None if rows is None else rows.quantised_as if dtype is None else dtype
+    return ModuleTypes(read_as, quantised if quantised in QUANTISED_DTYPES else read_as)
 
 
 class StoredPredictors(NamedTuple):

@@ -63,7 +63,7 @@ class LayerCurve:
         return -self.gains[self.least :]
 
 
-class LayerTimes(NamedTuple):
+class ExpectedTimes(NamedTuple):
     """Expected seconds of one layer's FFN in a decode step.
 
     Attributes:
@@ -156,7 +156,7 @@ def min_hot_neurons(
 
 def layer_times(
     frequency: np.ndarray, hot_mask: np.ndarray, num_bytes: int, hardware: HardwareSpec
-) -> LayerTimes:
+) -> ExpectedTimes:
     """Expected times of one layer under a placement, every neuron being read as often as it is active.
 
     The mean of the larger half is taken for the larger of the halves' means, which it is not less than.
@@ -168,7 +168,7 @@ def layer_times(
         hardware: speeds of device and host.
     """
     hot_rows, cold_rows = float(frequency[hot_mask].sum()), float(frequency[~hot_mask].sum())
-    return LayerTimes(
+    return ExpectedTimes(
         device_s=hardware.launch_s + hot_rows * num_bytes / hardware.device_bytes_per_s,
         host_s=cold_rows * num_bytes / hardware.host_gather_bytes_per_s,
         join_s=0.0 if hot_mask.all() else hardware.sync_s,
