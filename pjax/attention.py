@@ -27,6 +27,18 @@ class KvCache(NamedTuple):
     v: jax.Array
 
 
+def cache_dtype(embed_dtype: str) -> jnp.dtype:
+    """Of a KV cache: float32 beside a float32 embedding, else bfloat16, kept as its bits in uint16.
+
+    XLA's CPU backend updates a bfloat16 array by converting all of it to float32 and back, which for one new
+    row of 1024 takes 120 us instead of 10.
+
+    Args:
+        embed_dtype: weight type of the embedding.
+    """
+    return jnp.dtype(jnp.float32 if embed_dtype == "float32" else jnp.uint16)
+
+
 def rotary_frequencies(rope: Rope) -> np.ndarray:
     """float32 [width / 2]: the angle by which each pair of entries turns from one position to the next.
 

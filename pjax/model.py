@@ -9,7 +9,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from pjax import ops
-from pjax.attention import KvCache, alibi_slopes, attend_prompt, rotary_frequencies
+from pjax.attention import KvCache, alibi_slopes, attend_prompt, cache_dtype, rotary_frequencies
 from pjax.base import FfnFn
 from pjax.layers import PackedRows, SparseFfn, dense_ffn_fn, random_weight
 from pjax.model_config import ModelConfig
@@ -223,12 +223,8 @@ class Decoder(nnx.Module):
 
     @property
     def cache_dtype(self) -> jnp.dtype:
-        """Of the KV cache: float32 for a float32 model, else bfloat16, kept as its bits in uint16.
-
-        XLA's CPU backend updates a bfloat16 array by converting all of it to float32 and back, which for
-        one new row of 1024 takes 120 us instead of 10.
-        """
-        return jnp.dtype(jnp.float32 if self.embed.weight[...].dtype == jnp.float32 else jnp.uint16)
+        """Of the KV cache."""
+        return cache_dtype(str(self.embed.weight[...].dtype))
 
     def embed_ids(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
         """int32 [batch, seq] ids and positions -> float32 residual [batch, seq, model]."""

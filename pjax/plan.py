@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from pjax.attention import cache_dtype
 from pjax.base import VERSION, HardwareSpec
 from pjax.formats.checkpoint import Checkpoint, SourceTensor, StoredPredictors, module_types
 from pjax.hardware import find_hardware, measure_hardware
@@ -198,10 +199,11 @@ def plan_memory(
     per_neuron = layer_neuron_bytes(config, sizes.ffn_dtypes)
     ffn = sum(size * neurons for size, neurons in zip(per_neuron, config.neurons, strict=True))
     context = min(wanted.context, config.context)
+    kv_numbers = 2 * config.layers * config.kv_heads * config.head_dim * context
     plan = MemoryPlan(
         predictors=predictors,
         attention=sizes.attention,
-        kv_cache=2 * config.layers * config.kv_heads * config.head_dim * context * cache_itemsize(sizes),
+        kv_cache=kv_numbers * cache_dtype(sizes.embed_dtype).itemsize,
         workspace=_workspace(config, context),
         ends=sizes.ends,
         hot=0,
@@ -226,11 +228,6 @@ def plan_memory(
             f"device ({parts}); give more, a smaller placement.context, or 0 to leave everything to the host"
         )
     return plan._replace(hot=min(budget - plan.needed, ffn), budget=budget)
-
-
-def cache_itemsize(sizes: WeightSizes) -> int:
-    """Bytes of a number in the KV cache, see `Decoder.cache_dtype`."""
-    return 4 if sizes.embed_dtype == "float32" else 2
 
 
 def _workspace(config: ModelConfig, context: int) -> int:
