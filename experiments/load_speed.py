@@ -87,9 +87,11 @@ def write_model(folder: Path, num_shards: int, quick: bool) -> None:
 
 def read_once(folder: Path, keep: bool) -> None:
     """Reads all weight files, into new memory as a load has to, or into one small piece of it."""
+    kept = []  # all of it until the end: the memory of one shard must not serve for the next
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
-        target = memoryview(np.empty(size if keep else _READ_BYTES, np.uint8))
+        kept.append(np.empty(size if keep else _READ_BYTES, np.uint8))
+        target = memoryview(kept[-1])
         with file.open("rb", buffering=0) as stream:
             position = 0
             while count := stream.readinto(target[position : position + _READ_BYTES]):

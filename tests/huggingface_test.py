@@ -171,6 +171,10 @@ def test_code_of_the_models_own_is_not_trusted_silently(tmp_path, caplog):
         ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4}}}, "rope_parameters: "),
         ({"rope_parameters": ..., "rope_scaling": {"factor": 4}}, "rope_scaling: expected a rope_type"),
         (
+            {"rope_parameters": LINEAR, "rope_scaling": LINEAR | {"factor": 9.0}},
+            "factor: expected 4 in rope_scaling, as in rope_parameters, found 9.0",
+        ),
+        (
             {"rope_scaling": LINEAR},
             "rope_type, type: expected one kind of positions, found 'default' in rope_p",
         ),

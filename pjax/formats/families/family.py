@@ -173,6 +173,10 @@ def _find_rope(file: ConfigFile) -> tuple[ConfigFile, str, Any]:
     if any(kind != found[0][2] for _, _, kind in found):
         listed = ", ".join(f"{kind!r} in {key}" for _, key, kind in found)
         raise ValueError(f"{file.file}: rope_type, type: expected one kind of positions, found {listed}.")
+    for rope, key, _ in found[1:]:
+        for name, value in rope.values.items():
+            if value is not None and found[0][0].values.get(name, value) not in (value, None):
+                raise rope.error(name, f"{found[0][0].values[name]!r} in {key}, as in {found[0][1]}")
     return found[0] if found else (file, "", "default")
 
 
