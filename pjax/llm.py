@@ -81,7 +81,10 @@ class LLM:
             placement = load(workdir, "placement", made_from["placement"])
             if predictors is None or placement is None:
                 raise ValueError(f"{workdir} was changed by another or an unfinished run; run it again")
-            self.predictors, self.placement = unpack_predictors(predictors), unpack_placement(placement)
+            self.predictors, self.placement = (
+                unpack_predictors(predictors),
+                unpack_placement(placement, self.model.config.neurons),
+            )
         self._default_mode = manifest["mode"]
 
     def mode(self, mode: Mode | None = None) -> Mode:

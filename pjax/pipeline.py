@@ -239,7 +239,7 @@ def _placement(
 
     how = [solver] if hot_mask is None else hot_mask
     made_from = fingerprint(stages.made_from["profile"], dataclasses.asdict(hardware), limits, *how)
-    return unpack_placement(stages.run("placement", made_from, make))
+    return unpack_placement(stages.run("placement", made_from, make), model.config.neurons)
 
 
 def _predictors(

@@ -1,7 +1,8 @@
 """Keeps what the stages made: one file a stage, written whole or not at all, with a fingerprint.
 
-An artefact is a `.npz` of arrays with one JSON record beside them. Its fingerprint says what it was
-made from; one that does not match is not returned, so it is made again or refused, never used.
+An artefact is a JSON record, `NAME.json`, or an `.npz` of arrays with such a record among them. Its
+fingerprint says what it was made from; one that does not match is not returned, so it is made again or
+refused, never used.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,11 +82,20 @@ def save(workdir: Path, name: str, made_from: str, artefact: Artefact) -> None:
         made_from: fingerprint of all that the artefact depends on.
         artefact: what to write.
     """
-    header = {"made_from": made_from, "record": artefact.record}
-    record = json.dumps(header | {"checksum": _checksum(artefact)})
-    buffer = io.BytesIO()
-    np.savez(buffer, **artefact.arrays, **{RECORD: np.frombuffer(record.encode(), np.uint8)})  # type: ignore[arg-type]
-    write_atomically(workdir / f"{name}.npz", buffer.getvalue())
+    header = {"made_from": made_from, "record": artefact.record, "checksum": _checksum(artefact)}
+    record, (as_json, as_npz) = json.dumps(header).encode(), _paths(workdir, name)
+    if artefact.arrays:
+        buffer = io.BytesIO()
+        np.savez(buffer, **artefact.arrays, **{RECORD: np.frombuffer(record, np.uint8)})  # type: ignore[arg-type]
+        write_atomically(as_npz, buffer.getvalue())
+    else:
+        write_atomically(as_json, record)
+    (as_json if artefact.arrays else as_npz).unlink(missing_ok=True)
+
+
+def _paths(workdir: Path, name: str) -> tuple[Path, Path]:
+    """The two files that an artefact may be in; it is in one of them."""
+    return workdir / f"{name}.json", workdir / f"{name}.npz"
 
 
 def load(workdir: Path, name: str, made_from: str | None) -> Artefact | None:
@@ -100,21 +110,30 @@ def load(workdir: Path, name: str, made_from: str | None) -> Artefact | None:
         None if there is none, if it is damaged (with a note in the log), or if it was made from
         something else.
     """
-    path = workdir / f"{name}.npz"
-    if not path.exists():
+    path = next((path for path in _paths(workdir, name) if path.exists()), None)
+    if path is None:
         return None
     try:
-        with open(path, "rb") as opened, np.load(opened) as file:
-            arrays = {key: file[key] for key in file.files}
-        header = json.loads(arrays.pop(RECORD).tobytes())
+        arrays, record = _read(path)
+        header = json.loads(record)
         artefact = Artefact(arrays, header["record"])
+        fits = made_from in (None, header["made_from"])
         # The zip's own checksums do not cover the names of its arrays.
         if header["checksum"] != _checksum(artefact):
             raise ValueError("its checksum is wrong")
     except Exception as error:  # a damaged zip raises any of a dozen types
         logging.warning("%s is damaged (%s) and is not used", path, error)
         return None
-    return artefact if made_from in (None, header["made_from"]) else None
+    return artefact if fits else None
+
+
+def _read(path: Path) -> tuple[dict[str, np.ndarray], bytes]:
+    """An artefact's arrays, and its record as it was written."""
+    if path.suffix == ".json":
+        return {}, path.read_bytes()
+    with open(path, "rb") as opened, np.load(opened) as file:
+        arrays = {key: file[key] for key in file.files}
+    return arrays, arrays.pop(RECORD).tobytes()
 
 
 def _checksum(artefact: Artefact) -> str:
@@ -181,30 +200,39 @@ def _parts(predictor: LowRankPredictor) -> dict[str, Any]:
 
 
 def pack_placement(placement: Placement) -> Artefact:
-    """The placement as an artefact: its record, and the neuron tables (hot neurons' numbers)."""
-    arrays = {f"hot_ids.{i}": np.flatnonzero(mask) for i, mask in enumerate(placement.hot_mask)}
+    """The placement as an artefact: a record with a neuron table (the hot ones' numbers) for each layer."""
     record = {
         field: getattr(placement, field) for field in Placement.__dataclass_fields__ if field != "hot_mask"
     }
-    return Artefact(arrays, record | {"neurons": [len(mask) for mask in placement.hot_mask]})
+    tables = [{"neurons": len(mask), "hot_ids": np.flatnonzero(mask).tolist()} for mask in placement.hot_mask]
+    return Artefact({}, record | {"layers": tables})
 
 
-def unpack_placement(artefact: Artefact) -> Placement:
+def unpack_placement(artefact: Artefact, neurons: Sequence[int]) -> Placement:
     """The reverse of `pack_placement`.
 
+    Args:
+        artefact: of a placement.
+        neurons: of each layer of the model.
+
     Raises:
-        ValueError: a layer's neuron table is missing, or has an id twice or out of range.
+        ValueError: a layer's neuron table is missing or of another width, or has an id twice or out of range.
     """
     record = dict(artefact.record)
-    limits, masks = tuple(record.pop("limits")), []
-    for i, neurons in enumerate(record.pop("neurons")):
-        ids, mask = artefact.arrays.get(f"hot_ids.{i}"), np.zeros(neurons, bool)
-        if ids is None:
-            raise ValueError(f"placement: layer {i}'s neuron table is missing")
-        if len(np.unique(ids)) != len(ids) or (len(ids) and (ids.min() < 0 or ids.max() >= neurons)):
+    limits, tables = tuple(record.pop("limits")), record.pop("layers")
+    widths = [table["neurons"] for table in tables]
+    if widths != list(neurons):
+        raise ValueError(
+            f"placement: has neuron tables for layers of {widths} neurons, the model's have {list(neurons)}; "
+            "delete placement.json, and it is solved again"
+        )
+    masks = tuple(np.zeros(width, bool) for width in widths)
+    for layer, (mask, table) in enumerate(zip(masks, tables, strict=True)):
+        ids = table["hot_ids"]
+        if len(set(ids)) != len(ids) or not all(0 <= i < len(mask) for i in ids):
             raise ValueError(
-                f"placement: layer {i}'s neuron table has an id twice or outside 0..{neurons - 1}"
+                f"placement: layer {layer}'s neuron table has an id twice or outside 0..{len(mask) - 1}; "
+                "delete placement.json, and it is solved again"
             )
         mask[ids] = True
-        masks.append(mask)
-    return Placement(hot_mask=tuple(masks), limits=limits, **record)
+    return Placement(hot_mask=masks, limits=limits, **record)

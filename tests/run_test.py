@@ -99,7 +99,7 @@ def test_the_workdir_agrees_with_the_report(first, workdir):
     report = first[2]
     predictors = unpack_predictors(load(workdir, "predictors", None))
     assert [r._asdict() for r in predictors.reports] == report["predictor"]["per_layer"]
-    placement = unpack_placement(load(workdir, "placement", None))
+    placement = unpack_placement(load(workdir, "placement", None), (1024,) * 6)
     assert [int(mask.sum()) for mask in placement.hot_mask] == report["placement"]["hot_neurons"]
 
 
@@ -166,7 +166,7 @@ def test_llm_opens_the_workdir_and_continues_as_run_did(first, workdir):
 
 def test_llm_refuses_a_workdir_of_other_weights(first, workdir, tmp_path):
     manifest = json.loads((workdir / "workdir.json").read_text())
-    for file in workdir.glob("*.npz"):
+    for file in [*workdir.glob("*.npz"), *workdir.glob("*.json")]:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "workdir.json").write_text(json.dumps(manifest | {"fingerprint": "0"}))
     with pytest.raises(ValueError, match="was prepared from other weights"):

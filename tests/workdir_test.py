@@ -19,6 +19,10 @@ from pjax.workdir import Artefact, fingerprint, load, save, write_atomically
 ARTEFACT = Artefact({"a.0": np.arange(40), "a.1": np.float32([[1, 2], [3, 4]])}, {"text": "é", "n": [1, 2.5]})
 
 
+FILES = [(".npz", ARTEFACT), (".json", Artefact({}, ARTEFACT.record))]
+"""An artefact of each kind, and the name's ending of the file that holds it."""
+
+
 def assert_same(found: Artefact | None, expected: Artefact):
     assert found is not None
     assert found.record == expected.record
@@ -81,7 +85,7 @@ def test_placement_round_trip(tmp_path):
     placement = Placement(
         masks, "feasible", 1 / 3, 0.5, 10, 20, 0.125, "latency", ("budget", "minimum", "all hot")
     )
-    found = workdir.unpack_placement(through_file(tmp_path, workdir.pack_placement(placement)))
+    found = workdir.unpack_placement(through_file(tmp_path, workdir.pack_placement(placement)), (3, 4, 2))
     assert [m.tolist() for m in found.hot_mask] == [m.tolist() for m in masks]
     assert all(m.dtype == bool for m in found.hot_mask)
     assert found.__dict__ | {"hot_mask": None} == placement.__dict__ | {"hot_mask": None}
@@ -90,16 +94,16 @@ def test_placement_round_trip(tmp_path):
 @pytest.mark.parametrize("ids", [[0, 0], [-1], [3], [1, 2, 1]])
 def test_placement_with_a_senseless_table_is_refused(ids):
     artefact = workdir.pack_placement(Placement((np.ones(3, bool),), "optimal", 0, 0, 0, 0, 0))
-    artefact.arrays["hot_ids.0"] = np.array(ids)
+    artefact.record["layers"][0]["hot_ids"] = ids
     with pytest.raises(ValueError, match=r"layer 0's neuron table has an id twice or outside 0\.\.2"):
-        workdir.unpack_placement(artefact)
+        workdir.unpack_placement(artefact, (3,))
 
 
-def test_placement_without_a_layer_is_refused():
+@pytest.mark.parametrize("neurons", [(3,), (3, 3, 3), (3, 4), (4, 3)])
+def test_placement_of_other_layers_is_refused(neurons):
     artefact = workdir.pack_placement(Placement((np.ones(3, bool),) * 2, "optimal", 0, 0, 0, 0, 0))
-    del artefact.arrays["hot_ids.1"]
-    with pytest.raises(ValueError, match="layer 1's neuron table is missing"):
-        workdir.unpack_placement(artefact)
+    with pytest.raises(ValueError, match=r"tables for layers of \[3, 3\] neurons, the model's have \["):
+        workdir.unpack_placement(artefact, neurons)
 
 
 BASE = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -154,6 +158,13 @@ def test_load_by_fingerprint(tmp_path):
     assert_same(load(tmp_path, "empty", "abc"), Artefact({}, {}))
 
 
+def test_an_artefact_of_the_other_kind_replaces_the_old_one(tmp_path):
+    for (suffix, artefact), made_from in zip(FILES + FILES, "abcd", strict=True):
+        save(tmp_path, "stage", made_from, artefact)
+        assert os.listdir(tmp_path) == [f"stage{suffix}"]
+        assert_same(load(tmp_path, "stage", made_from), artefact)
+
+
 def assert_noted(caplog, path):
     assert [str(path) in record.message and "damaged" in record.message for record in caplog.records] == [
         True
@@ -161,9 +172,10 @@ def assert_noted(caplog, path):
     caplog.clear()
 
 
-def test_truncated_file_is_noted_and_not_used(tmp_path, caplog):
-    save(tmp_path, "stage", "x", ARTEFACT)
-    file = tmp_path / "stage.npz"
+@pytest.mark.parametrize(("suffix", "artefact"), FILES)
+def test_truncated_file_is_noted_and_not_used(tmp_path, caplog, suffix, artefact):
+    save(tmp_path, "stage", "x", artefact)
+    file = tmp_path / f"stage{suffix}"
     content = file.read_bytes()
     with caplog.at_level(logging.WARNING):
         for size in (*range(0, len(content), 37), len(content) - 1):
@@ -172,9 +184,10 @@ def test_truncated_file_is_noted_and_not_used(tmp_path, caplog):
             assert_noted(caplog, file)
 
 
-def test_flipped_bit_is_never_used(tmp_path):
-    save(tmp_path, "stage", "x", ARTEFACT)
-    file = tmp_path / "stage.npz"
+@pytest.mark.parametrize(("suffix", "artefact"), FILES)
+def test_flipped_bit_is_never_used(tmp_path, suffix, artefact):
+    save(tmp_path, "stage", "x", artefact)
+    file = tmp_path / f"stage{suffix}"
     content = file.read_bytes()
     rejected = 0
     for i in range(0, len(content), 3):
@@ -184,17 +197,18 @@ def test_flipped_bit_is_never_used(tmp_path):
             file.write_bytes(damaged)
             found = load(tmp_path, "stage", "x")
             if found is not None:  # the zip's own dates and attributes carry nothing
-                assert_same(found, ARTEFACT)
+                assert_same(found, artefact)
             rejected += found is None
     assert rejected > len(content) / 3
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04N.", b"\x93NUMPY", b"PK\x03\x04"])
-def test_foreign_file_is_noted_and_not_used(tmp_path, caplog, content):
-    (tmp_path / "stage.npz").write_bytes(content)
+@pytest.mark.parametrize("name", ["stage.npz", "stage.json"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\x80\x04N.", b"\x93NUMPY", b"PK\x03\x04"])
+def test_foreign_file_is_noted_and_not_used(tmp_path, caplog, content, name):
+    (tmp_path / name).write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert load(tmp_path, "stage", "x") is None
-    assert_noted(caplog, tmp_path / "stage.npz")
+    assert_noted(caplog, tmp_path / name)
 
 
 def test_npy_and_npz_of_others_are_not_used(tmp_path):
@@ -232,7 +246,7 @@ def test_interrupt_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, "stage", "y", Artefact({}, {}))
+        save(tmp_path, "stage", "y", Artefact({"b": BASE}, {}))
     assert os.listdir(tmp_path) == ["stage.npz"]
     assert_same(load(tmp_path, "stage", "x"), ARTEFACT)
 
@@ -260,7 +274,7 @@ def test_two_processes_leave_one_valid_artefact(tmp_path):
     assert [writer.returncode for writer in writers] == [0, 0]
     by_x, by_y = load(tmp_path, "stage", "x"), load(tmp_path, "stage", "y")
     assert (by_x is None) != (by_y is None)
-    assert os.listdir(tmp_path) == ["stage.npz"]
+    assert os.listdir(tmp_path) == ["stage.json"]
 
 
 def test_leftovers_of_dead_processes_only_are_removed(tmp_path):
@@ -282,10 +296,11 @@ def test_leftovers_of_dead_processes_only_are_removed(tmp_path):
 
 KILLED = """
 import os, signal, sys
+import numpy as np
 from pathlib import Path
 from pjax.workdir import Artefact, save
 os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
-save(Path(sys.argv[1]), "stage", "y", Artefact({}, {"text": "new"}))
+save(Path(sys.argv[1]), "stage", "y", Artefact({"b": np.ones(3)}, {"text": "new"}))
 """
 
 
