@@ -177,7 +177,7 @@ def device_budget(value: int | str, ffn_bytes: int, device_bytes: int) -> int:
     """Bytes of a budget as people write it.
 
     Args:
-        value: a number of bytes, "8GiB", "512MiB", "40%" of the neurons, or "max".
+        value: a number of bytes, "8GiB", "8GB", "512MiB", "40%" of the neurons, or "max".
         ffn_bytes: of the neurons.
         device_bytes: what "max" means.
 
@@ -189,7 +189,8 @@ def device_budget(value: int | str, ffn_bytes: int, device_bytes: int) -> int:
     if isinstance(value, int):
         raise ValueError(f"placement.device_bytes: expected at least 0, got {value}")
     text = value.strip()
-    units = {"%": ffn_bytes / 100, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1, "": 1}
+    binary = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    units = {"%": ffn_bytes / 100, **binary, "kB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
     if text == "max":
         return device_bytes
     for unit, size in units.items():

@@ -98,6 +98,7 @@ def test_budgets_as_people_write_them():
     assert plan("max").hot == FFN and plan("max").budget == DEMO.device_bytes * 15 // 16
     assert (plan(needed).hot, plan(needed + 10).hot, plan(needed + 2 * FFN).hot) == (0, 10, FFN)
     assert plan("1GiB").budget == plan(2**30).budget == 2**30
+    assert plan("1.5 GB").budget == plan("1500MB").budget == 1_500_000_000
     assert plan("40%").hot == int(FFN * 0.4) and plan("40%").budget == needed + int(FFN * 0.4)
     assert (plan(0).hot, plan(0).budget) == (0, 0) == (plan("0").hot, plan("0%").budget)
     assert plan("max", context=8).kv_cache * 4 == plan("max", context=1000).kv_cache  # the model has 32
