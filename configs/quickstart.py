@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
         model=str(DEMO),
         prompt='class Stack:\n    """A stack of items."""\n\n    def push(self',
         hardware="demo",
-        predictor={"recall": 0.96},
+        predictor={"recall": 0.96, "every_layer": True},
         placement={"device_bytes": "40%"},
         # Greedy text of so small a model repeats itself without the penalty.
         generate={"repetition_penalty": 1.15},

@@ -11,9 +11,10 @@ from pjax.model import Decoder
 from pjax.model_config import ModelConfig
 from pjax.ops import pack_ffn, sparse_ffn, unpack_ffn
 from pjax.placement import solve_placement
-from pjax.profiler import collect_stats, train_predictors
+from pjax.profiler import collect_stats
 from pjax.split import merge_ffn, split_ffn
 from pjax.storage import load_model, quantize, save_model
+from pjax.training import train_predictors
 from pjax.weights import Ffn, PackedFfn
 
 __all__ = [

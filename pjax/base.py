@@ -93,18 +93,81 @@ class LowRankPredictor:
         """The weight type of the matrices."""
         return self.first.format if isinstance(self.first, PackedMatrix) else str(self.first.dtype)
 
+    @property
+    def kind(self) -> str:
+        """As of `PredictorReport`."""
+        return "lowrank"
 
-class PredictorReport(NamedTuple):
-    """One layer's predictor on held-out tokens.
+    @property
+    def rank(self) -> int:
+        """Width of the hidden layer."""
+        return self.first.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights that each token reads."""
+        return self.first.nbytes + self.second.nbytes + self.bias.nbytes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SignPredictor:
+    """Guesses a layer's active neurons: `slope * (agreeing - disagreeing signs) + bias > threshold`.
+
+    The signs are those of x and of each neuron's opener, its gate row, or its up row without a gate.
 
     Attributes:
-        rank: width of its hidden layer.
+        bits: uint32 [neurons, ceil(model / 32)], the openers' signs, see `ops.pack_signs`.
+        slope: float32 scalar, what one sign weighs, in log-odds.
+        bias: float32 [neurons].
+        threshold, input: as of `LowRankPredictor`.
+    """
+
+    bits: jax.Array
+    slope: jax.Array
+    bias: jax.Array
+    threshold: jax.Array
+    input: str = dataclasses.field(default="normed", metadata={"static": True})
+
+    @property
+    def dtype(self) -> str:
+        """The weight type."""
+        return "sign"
+
+    @property
+    def kind(self) -> str:
+        """As of `PredictorReport`."""
+        return "sign"
+
+    @property
+    def rank(self) -> int:
+        """It has no hidden layer."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights that each token reads."""
+        return self.bits.nbytes + self.bias.nbytes
+
+
+Predictor = LowRankPredictor | SignPredictor
+"""Guesses a layer's active neurons; `predictor.predict_scores` and `predict_mask` apply any kind."""
+
+
+class PredictorReport(NamedTuple):
+    """One layer's predictor on held-out tokens; without one every neuron counts as marked.
+
+    Attributes:
+        rank: width of its hidden layer; 0 of those that have none.
         recall: share of the active neurons that it marks, 0..1.
         precision: share of the marked neurons that are active, 0..1.
         density: share of neurons that it marks, 0..1.
         true_density: share of neurons that are active, 0..1.
         threshold: score above which a neuron is marked.
         bytes: of its weights.
+        contribution_recall: recall, each neuron counted by how much it moves the output, |value| times the
+            norm of its down row; None if not measured.
+        kind: "lowrank", "sign" or "none".
     """
 
     rank: int
@@ -114,6 +177,21 @@ class PredictorReport(NamedTuple):
     true_density: float
     threshold: float
     bytes: int
+    contribution_recall: float | None = None
+    kind: str = "lowrank"
+
+
+class ScoreHistogram(NamedTuple):
+    """How the scores of one layer's neurons are spread on held-out tokens: any threshold's figures.
+
+    Attributes:
+        counts: int64 [2, bins], of inactive, then of active neurons with a score in each bin.
+        contributions: float64 [bins], sum of what the active ones of each bin contribute, see
+            `PredictorReport`.
+    """
+
+    counts: np.ndarray
+    contributions: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +199,15 @@ class Predictors:
     """The predictors of a model, one a layer, with how well each does.
 
     Attributes:
-        layers: one predictor a layer.
+        layers: one predictor a layer; None where none pays, so that the layer runs as in mode "exact".
         reports: one report a layer; none if they were never measured.
+        histograms: one a layer, from which `thresholds.set_recall` sets other thresholds without training;
+            none if the predictors came with thresholds of their own.
     """
 
-    layers: tuple[LowRankPredictor, ...]
+    layers: tuple[Predictor | None, ...]
     reports: tuple[PredictorReport, ...]
+    histograms: tuple[ScoreHistogram, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +291,10 @@ SampleFn = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 ProgressFn = Callable[[int, int], None]
 """`progress_fn(done, total)`: called by long work between its steps."""
+
+
+SayFn = Callable[[str], None]
+"""`say_fn(line)`: tells people what long work found out."""
 
 
 class DecodeState(NamedTuple):

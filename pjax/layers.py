@@ -207,9 +207,13 @@ def exact_ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, F
 
 
 def predicted_ffn_fn(predictors: Predictors) -> FfnFn:
-    """The `ffn_fn` of mode "predicted": the predictor's mask first, then as exact within it."""
+    """The `ffn_fn` of mode "predicted": the predictor's mask first, then as exact within it.
+
+    A layer without a predictor runs as in mode "exact".
+    """
 
     def ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, FfnCounts]:
-        return layer.ffn.counted(x, predict_mask(predictors.layers[layer.index], x, residual))
+        predictor = predictors.layers[layer.index]
+        return layer.ffn.counted(x, None if predictor is None else predict_mask(predictor, x, residual))
 
     return ffn_fn

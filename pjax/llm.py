@@ -16,7 +16,7 @@ from pjax.imported import import_predictors
 from pjax.model import Decoder
 from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.weights_file import WEIGHTS_FILE, load_weights, weights_origin
-from pjax.workdir import load, unpack_placement, unpack_predictors
+from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
 
 
 class LLM:
@@ -77,14 +77,16 @@ class LLM:
             )
         made_from = manifest["made_from"]
         if "predictors" in made_from:
-            predictors = load(workdir, "predictors", made_from["predictors"])
-            placement = load(workdir, "placement", made_from["placement"])
-            if predictors is None or placement is None:
+            names = ("predictors", "placement", *(["thresholds"] if "thresholds" in made_from else []))
+            artefacts = (load(workdir, name, made_from[name]) for name in names)
+            found = [artefact for artefact in artefacts if artefact is not None]
+            if len(found) < len(names):
                 raise ValueError(f"{workdir} was changed by another or an unfinished run; run it again")
-            self.predictors, self.placement = (
-                unpack_predictors(predictors),
-                unpack_placement(placement, self.model.config.neurons),
-            )
+            predictors, placement, *thresholds = found
+            self.predictors = unpack_predictors(predictors)
+            if thresholds:  # imported predictors have their own
+                self.predictors = unpack_thresholds(thresholds[0], self.predictors)
+            self.placement = unpack_placement(placement, self.model.config.neurons)
         self._default_mode = manifest["mode"]
 
     def mode(self, mode: Mode | None = None) -> Mode:

@@ -3,6 +3,7 @@
 checkpoint, hardware -> profile -> placement, predictors -> quality -> speed -> report
 """
 
+import array
 import dataclasses
 import json
 from pathlib import Path
@@ -11,15 +12,26 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pjax.base import MODES, VERSION, ActivationStats, HardwareSpec, Mode, Placement, Predictors, ProgressFn
+from pjax.base import (
+    MODES,
+    VERSION,
+    ActivationStats,
+    HardwareSpec,
+    Mode,
+    Placement,
+    Predictors,
+    ProgressFn,
+    SayFn,
+)
 from pjax.chat import encode_chat
 from pjax.executor import OneProgram, TwoPrograms, check_mode, make_executor, measure_overlap, on_host
 from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_texts
-from pjax.imported import Imports, import_placement, import_predictors, predictors_fingerprint
+from pjax.imported import Imports, import_placement
 from pjax.model import Decoder
 from pjax.placement import explain_placement, solve_placement
 from pjax.plan import MemoryPlan, make_plan
-from pjax.profiler import HELD_OUT, collect_stats, measure_predictors, train_predictors
+from pjax.predictor_stages import run_predictors
+from pjax.profiler import collect_stats
 from pjax.quality import Quality, chunks, measure_quality
 from pjax.report import (
     decode_part,
@@ -43,10 +55,8 @@ from pjax.workdir import (
     Artefact,
     fingerprint,
     pack_placement,
-    pack_predictors,
     pack_stats,
     unpack_placement,
-    unpack_predictors,
     unpack_stats,
     write_atomically,
 )
@@ -86,9 +96,9 @@ class Prepared(NamedTuple):
 
 def encode_text(tokenizer: Any, source: str, num_tokens: int) -> np.ndarray:
     """The first `num_tokens` ids of a text or of several, one after the other."""
-    ids: list[int] = []
+    ids = array.array("i")  # a list would take nine times the memory
     for text in read_texts(source):
-        ids += tokenizer.encode(text)
+        ids.extend(tokenizer.encode(text))
         if len(ids) >= num_tokens:
             break
     return np.asarray(ids[:num_tokens], np.int32)
@@ -102,7 +112,14 @@ def profile_rows(ids: np.ndarray, context: int) -> np.ndarray:
     return ids[: len(ids) // seq * seq].reshape(-1, seq)
 
 
-def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: bool = False) -> Prepared:
+def prepare(
+    settings: Settings,
+    workdir: Path,
+    stage_fn: StageFn,
+    *,
+    verify: bool = False,
+    say_fn: SayFn = lambda line: None,
+) -> Prepared:
     """Does all stages that are not yet in the workdir, and reads the others.
 
     Args:
@@ -110,6 +127,7 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         workdir: is made if it is not there.
         stage_fn: see `StageFn`.
         verify: hash every byte of the weights, and compare with the last time this was asked for.
+        say_fn: told what the stages find out on their way.
 
     Raises:
         ValueError, FileNotFoundError: from the stages, about their inputs.
@@ -145,8 +163,9 @@ def prepare(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: boo
         stats = _stats(stages, imports, model, rows, made_from)
         limits = {"device_bytes": memory.hot, "dtype": dtypes}
         placement = _placement(stages, settings, imports, model, stats, hardware, limits)
-        predictors = _predictors(stages, settings, imports, model, rows, made_from)
-        made_from = stages.made_from["predictors"]
+        predictors, made_from = run_predictors(
+            stages, settings, imports, model, hardware, rows, made_from, say_fn
+        )
     sources = imports.sources
     report: dict[str, Any] = {
         "model": model_part(model),
@@ -240,32 +259,6 @@ def _placement(
     how = [solver] if hot_mask is None else hot_mask
     made_from = fingerprint(stages.made_from["profile"], dataclasses.asdict(hardware), limits, *how)
     return unpack_placement(stages.run("placement", made_from, make), model.config.neurons)
-
-
-def _predictors(
-    stages: Stages, settings: Settings, imports: Imports, model: Decoder, rows: np.ndarray, made_from: str
-) -> Predictors:
-    """Imported ones are measured on what training would hold out."""
-    wanted, stored = settings.predictor, imports.predictors
-    how = [wanted.kind, wanted.dtype, wanted.recall, settings.seed]
-
-    def make(progress_fn: ProgressFn) -> Artefact:
-        if stored is not None:
-            layers, held_out = import_predictors(stored), rows[::HELD_OUT]
-            return pack_predictors(measure_predictors(model, layers, held_out, progress_fn=progress_fn))
-        return pack_predictors(
-            train_predictors(
-                model,
-                rows,
-                recall=wanted.recall,
-                dtype=wanted.dtype,
-                seed=settings.seed,
-                progress_fn=progress_fn,
-            )
-        )
-
-    made_from = fingerprint(made_from, how if stored is None else predictors_fingerprint(stored))
-    return unpack_predictors(stages.run("predictors", made_from, make))
 
 
 def _quality_rows(settings: Settings, model: Decoder, tokenizer: Any) -> np.ndarray:

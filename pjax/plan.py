@@ -15,8 +15,8 @@ from pjax.hardware import find_hardware, measure_hardware
 from pjax.imported import Imports, read_imports
 from pjax.model_config import ModelConfig
 from pjax.placement import layer_neuron_bytes
-from pjax.predictor import default_rank
-from pjax.settings import PlacementSettings, Settings, device_budget
+from pjax.predictor import fitting_dtype, most_bytes
+from pjax.settings import PlacementSettings, PredictorSettings, Settings, device_budget
 from pjax.stages import Stages
 from pjax.weights import row_bytes
 from pjax.workdir import Artefact, fingerprint
@@ -103,12 +103,12 @@ def make_plan(settings: Settings, checkpoint: Checkpoint, stages: Stages) -> Pla
     config = checkpoint.config
     imports = read_imports(settings, config)
     hardware = _hardware(stages, settings)
+    sizes = weight_sizes(checkpoint, settings.dtype)
     predictors = 0
     if config.is_sparse and settings.mode in (None, "predicted"):
-        predictors = trained_predictor_bytes(config, settings.predictor.dtype)
+        predictors = most_predictor_bytes(config, settings.predictor, sizes.ffn_dtypes)
         if imports.predictors is not None:
             predictors = stored_predictor_bytes(imports.predictors)
-    sizes = weight_sizes(checkpoint, settings.dtype)
     memory = plan_memory(sizes, config, hardware, settings.placement, predictors)
     return Planned(hardware, imports, memory, sizes.ffn_dtypes)
 
@@ -154,14 +154,20 @@ def _tensor_bytes(tensor: SourceTensor, dtype: str) -> int:
     return tensor.shape[0] * row_bytes(dtype, tensor.shape[1])
 
 
-def trained_predictor_bytes(config: ModelConfig, dtype: str) -> int:
-    """Of the predictors that a run trains, one a layer."""
-    total = 0
-    for neurons in config.neurons:
-        rank = default_rank(config.model, neurons)
-        matrices = rank * row_bytes(dtype, config.model) + neurons * row_bytes(dtype, rank)
-        total += matrices + 4 * neurons + 4  # float32 biases and threshold
-    return total
+def most_predictor_bytes(config: ModelConfig, wanted: PredictorSettings, ffn_dtypes: tuple[str, ...]) -> int:
+    """The most that the predictors of a run can have: their ranks are not known before they are trained.
+
+    Args:
+        config: the model.
+        wanted: the keys `kind` and `dtype`.
+        ffn_dtypes: weight type of each layer's neurons.
+    """
+    dtype = fitting_dtype(wanted.dtype, config.model)
+    sizes = layer_neuron_bytes(config, ffn_dtypes)
+    return sum(
+        most_bytes(wanted.kind, dtype, config.model, neurons, size)
+        for neurons, size in zip(config.neurons, sizes, strict=True)
+    )
 
 
 def stored_predictor_bytes(stored: StoredPredictors) -> int:

@@ -1,7 +1,6 @@
-"""Runs a model to observe it: which neurons are active, and on what input; trains predictors on that."""
+"""Runs a model to observe it: which neurons are active, on what input, and how well predictors find them."""
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,39 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pjax.base import ActivationStats, FfnFn, LowRankPredictor, Predictors, ProgressFn
+from pjax.base import (
+    ActivationStats,
+    FfnFn,
+    Predictor,
+    PredictorReport,
+    Predictors,
+    ProgressFn,
+    ScoreHistogram,
+)
 from pjax.model import Decoder, check_ids, prompt_positions
 from pjax.model_config import Activation, ModelConfig
+from pjax.ops import unpack_ffn
 from pjax.ops.reference import dense_ffn
-from pjax.predictor import (
-    NUM_BINS,
-    FitState,
-    check_recall,
-    check_widths,
-    default_rank,
-    fit_step,
-    init_fit,
-    init_predictor,
-    make_optimizer,
-    make_report,
-    predict_mask,
-    report_at,
-    score_histogram,
-    with_dtype,
-)
+from pjax.predictor import predict_mask, predict_scores, predictor_input
+from pjax.thresholds import NUM_BINS, make_report, score_histogram
 
 TOKENS_PER_BATCH = 4096
 """Observed at once, or one sequence if that is longer: the inputs and masks of a 7B model's 32 layers are
 then 3.6 GB, and XLA's products run at their full rate."""
-
-HELD_OUT = 8
-"""One of so many sequences is kept from training, to set the threshold and report recall on."""
-
-STEP_TOKENS = 512
-"""Tokens of one optimiser step; fewer are noisy for a neuron that is active for one token in a hundred."""
-
-PASSES = 2
-"""Steps that see each observed token: observing a token costs more than another step on it."""
 
 
 class Observed(NamedTuple):
@@ -55,6 +40,22 @@ class Observed(NamedTuple):
 
     x: jax.Array
     active_mask: jax.Array
+
+
+class HeldOut(NamedTuple):
+    """What one layer did on held-out tokens.
+
+    Attributes:
+        y: the FFN's output, as the decoder wants it.
+        x: [tokens, model], what its predictor reads.
+        active_mask: bool [tokens, neurons].
+        contributions: float32 [tokens, neurons], |value| times the norm of the down row.
+    """
+
+    y: jax.Array
+    x: jax.Array
+    active_mask: jax.Array
+    contributions: jax.Array
 
 
 def observed_ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, Observed]:
@@ -77,7 +78,7 @@ def count_active(graphdef, state, ids: jax.Array) -> list[jax.Array]:
     return [layer.active_mask.sum(0, dtype=jnp.int32) for layer in observe(graphdef, state, ids)]
 
 
-def _check_profiled(ids: np.ndarray, config: ModelConfig) -> np.ndarray:
+def check_profiled(ids: np.ndarray, config: ModelConfig) -> np.ndarray:
     """As `check_ids`, also refusing a model without zeros to find."""
     if not config.is_sparse:
         raise ValueError(
@@ -87,18 +88,20 @@ def _check_profiled(ids: np.ndarray, config: ModelConfig) -> np.ndarray:
     return check_ids(ids, config)
 
 
-def _batches(ids: np.ndarray) -> Iterator[np.ndarray]:
+def batches(ids: np.ndarray) -> Iterator[np.ndarray]:
+    """A text [batch, seq] in pieces of at most `TOKENS_PER_BATCH` tokens, or of one sequence."""
     rows = max(1, TOKENS_PER_BATCH // ids.shape[1])
     for start in range(0, len(ids), rows):
         yield ids[start : start + rows]
 
 
-def _no_progress(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
+    """A `ProgressFn` that tells nobody."""
     del done, total
 
 
 def collect_stats(
-    model: Decoder, ids: np.ndarray, *, progress_fn: ProgressFn = _no_progress
+    model: Decoder, ids: np.ndarray, *, progress_fn: ProgressFn = no_progress
 ) -> ActivationStats:
     """Counts how often each neuron is active.
 
@@ -110,11 +113,11 @@ def collect_stats(
     Raises:
         ValueError: if the ids do not fit the model, or its activation leaves no neuron at zero.
     """
-    ids = _check_profiled(ids, model.config)
+    ids = check_profiled(ids, model.config)
     graphdef, state = nnx.split(model)
     counts = [np.zeros(neurons, np.int64) for neurons in model.config.neurons]
     done = 0
-    for batch in _batches(ids):
+    for batch in batches(ids):
         for total, part in zip(counts, count_active(graphdef, state, batch), strict=True):
             total += np.asarray(part)
         done += batch.size
@@ -134,69 +137,66 @@ def hot_share(counts: np.ndarray, share: float = 0.8) -> float:
     return float((np.searchsorted(running, share) + 1) / len(counts)) if total else 0.0
 
 
-def train_predictors(
+def observe_held_out(layer, x: jax.Array, residual: jax.Array, predictor: Predictor | None) -> HeldOut:
+    """What a layer does, beside what its predictor reads; x and residual [batch, seq, model]."""
+    ffn = layer.ffn.weights
+    y, values = dense_ffn(x, ffn, Activation.parse(layer.ffn.activation))
+    flat = values.reshape(-1, values.shape[-1])
+    norms = jnp.linalg.norm(unpack_ffn(ffn).down.astype(jnp.float32), axis=1)
+    seen = x if predictor is None else predictor_input(predictor, x, residual)
+    return HeldOut(
+        layer.ffn.add_down_bias(y), seen.reshape(-1, x.shape[-1]), flat != 0, jnp.abs(flat) * norms[None, :]
+    )
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def _histograms(graphdef, state, layers: Sequence[Predictor | None], ids: jax.Array) -> list:
+    def ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        predictor = layers[layer.index]
+        seen = observe_held_out(layer, x, residual, predictor)
+        scores = jnp.zeros(seen.active_mask.shape)
+        if predictor is not None:
+            scores = predict_scores(predictor, seen.x)
+        return seen.y, score_histogram(scores, seen.active_mask, seen.contributions)
+
+    return nnx.merge(graphdef, state).run(ids, prompt_positions(ids), ffn_fn=ffn_fn)[2]
+
+
+def measure_scores(
     model: Decoder,
+    layers: Sequence[Predictor | None],
     ids: np.ndarray,
     *,
-    recall: float = 0.95,
-    rank: int | None = None,
-    dtype: str = "float32",
-    seed: int = 0,
-    progress_fn: ProgressFn = _no_progress,
-) -> Predictors:
-    """Trains one predictor a layer on what the model does, and sets their thresholds.
-
-    The text is observed in random order, a batch at a time, and each batch is forgotten after
-    `PASSES` steps a token: memory does not grow with the text.
+    progress_fn: ProgressFn = no_progress,
+) -> tuple[ScoreHistogram, ...]:
+    """How the scores of each layer's neurons are spread; of a layer without a predictor all are 0.
 
     Args:
         model: the decoder.
-        ids: int32 [batch, seq], at least two sequences; one in eight is held out.
-        recall: wanted share of active neurons marked on held-out tokens, 0..1.
-        rank: width of the predictors, at least 1; None takes `default_rank`.
-        dtype: weight type of the predictors that come out, see `predictor.with_dtype`; they are trained in
-            float32, and thresholds and reports are those of the type.
-        seed: of the initial weights and the order.
+        layers: one predictor a layer, or None.
+        ids: int32 [batch, seq], none of which they were trained on.
         progress_fn: called with the sequences done and in all.
-
-    Raises:
-        ValueError: if the ids do not fit the model, its activation leaves no neuron at zero, recall or rank
-            is out of range, or the widths do not fit dtype.
     """
-    ids = _check_profiled(ids, model.config)
-    if len(ids) < 2:
-        raise ValueError(f"ids: expected at least two sequences, one of them to hold out, got {len(ids)}")
-    check_recall(recall)
-    if rank is not None and rank < 1:
-        raise ValueError(f"rank: expected at least 1, or None to choose one, got {rank}")
-    held_out, training = ids[::HELD_OUT], np.delete(ids, np.s_[::HELD_OUT], axis=0)
-    training = np.random.default_rng(seed).permutation(training)
-    check_widths(dtype, model.config.model, rank)
-    fitted = _fit(model, training, rank, seed, lambda done: progress_fn(done, len(ids)))
-    predictors = [with_dtype(predictor, dtype) for predictor in fitted]
     graphdef, state = nnx.split(model)
-    histograms = [np.zeros((2, NUM_BINS), np.int64)] * model.config.layers
-    done = len(training)
-    for batch in _batches(held_out):
-        observed = observe(graphdef, state, batch)
-        for i, (predictor, layer) in enumerate(zip(predictors, observed, strict=True)):
-            histograms[i] = histograms[i] + np.asarray(score_histogram(predictor, layer.x, layer.active_mask))
+    layers = jax.device_put(tuple(layers))
+    counts = np.zeros((len(layers), 2, NUM_BINS), np.int64)
+    contributions = np.zeros((len(layers), NUM_BINS))
+    done = 0
+    for batch in batches(ids):
+        for i, (count, contribution) in enumerate(_histograms(graphdef, state, layers, batch)):
+            counts[i] += np.asarray(count)
+            contributions[i] += np.asarray(contribution)
         done += len(batch)
         progress_fn(done, len(ids))
-    reports = tuple(report_at(p, h, recall) for p, h in zip(predictors, histograms, strict=True))
-    layers = tuple(
-        dataclasses.replace(predictor, threshold=jnp.float32(report.threshold))
-        for predictor, report in zip(predictors, reports, strict=True)
-    )
-    return Predictors(layers, reports)
+    return tuple(ScoreHistogram(*pair) for pair in zip(counts, contributions, strict=True))
 
 
 def measure_predictors(
     model: Decoder,
-    layers: tuple[LowRankPredictor, ...],
+    layers: tuple[Predictor, ...],
     ids: np.ndarray,
     *,
-    progress_fn: ProgressFn = _no_progress,
+    progress_fn: ProgressFn = no_progress,
 ) -> Predictors:
     """Reports how well predictors do that were not trained here, at the thresholds they have.
 
@@ -209,65 +209,43 @@ def measure_predictors(
     Raises:
         ValueError: if the ids do not fit the model, or its activation leaves no neuron at zero.
     """
-    ids = _check_profiled(ids, model.config)
+    ids = check_profiled(ids, model.config)
     graphdef, state = nnx.split(model)
     layers = jax.device_put(layers)
-    counts = np.zeros((len(layers), 2, 2), np.int64)
+    sums = np.zeros((len(layers), 2, 3))
     done = 0
-    for batch in _batches(ids):
-        for total, part in zip(counts, _count_marked(graphdef, state, layers, batch), strict=True):
-            total += np.asarray(part, np.int64).sum(-1)
+    for batch in batches(ids):
+        for total, (counts, contributions) in zip(
+            sums, _sum_marked(graphdef, state, layers, batch), strict=True
+        ):
+            total[:, :2] += np.asarray(counts, np.int64).sum(-1)
+            total[:, 2] += np.asarray(contributions)
         done += len(batch)
         progress_fn(done, len(ids))
-    reports = tuple(
+    reports: list[PredictorReport] = [
         make_report(layer, float(layer.threshold), marked, total)
-        for layer, (marked, total) in zip(layers, counts, strict=True)
-    )
-    return Predictors(layers, reports)
+        for layer, (marked, total) in zip(layers, sums, strict=True)
+    ]
+    return Predictors(layers, tuple(reports))
 
 
 @partial(jax.jit, static_argnames="graphdef")
-def _count_marked(graphdef, state, layers: tuple[LowRankPredictor, ...], ids: jax.Array) -> list[jax.Array]:
-    """For each layer int32 [2, 2, neurons]: (marked, all) of its (inactive, active) neurons."""
+def _sum_marked(graphdef, state, layers: tuple[Predictor, ...], ids: jax.Array) -> list:
+    """For each layer, of the marked and of all neurons, see `_marked_ffn_fn`."""
     return nnx.merge(graphdef, state).run(ids, prompt_positions(ids), ffn_fn=_marked_ffn_fn(layers))[2]
 
 
-def _marked_ffn_fn(layers: tuple[LowRankPredictor, ...]) -> FfnFn:
-    def ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, observed = observed_ffn_fn(layer, x, residual)
-        active = observed.active_mask
-        marked = predict_mask(layers[layer.index], x, residual).reshape(active.shape)
+def _marked_ffn_fn(layers: tuple[Predictor, ...]) -> FfnFn:
+    """Hands back int32 [2, 2, neurons], times neurons were inactive and active; float32 [2], contributions."""
+
+    def ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        predictor = layers[layer.index]
+        seen = observe_held_out(layer, x, residual, predictor)
+        active = seen.active_mask
+        marked = predict_mask(predictor, x, residual).reshape(active.shape)
         masks = ((marked & ~active, marked & active), (~active, active))
-        return y, jnp.stack([jnp.stack([mask.sum(0, dtype=jnp.int32) for mask in pair]) for pair in masks])
+        counts = jnp.stack([jnp.stack([mask.sum(0, dtype=jnp.int32) for mask in pair]) for pair in masks])
+        sums = (seen.contributions.sum(where=marked), seen.contributions.sum())
+        return seen.y, (counts, jnp.stack(sums))
 
     return ffn_fn
-
-
-def _fit(
-    model: Decoder, ids: np.ndarray, rank: int | None, seed: int, done_fn: Callable[[int], None]
-) -> list[LowRankPredictor]:
-    """One pass over the sequences, in their order, training all layers side by side."""
-    graphdef, state = nnx.split(model)
-    num_steps = sum(PASSES * (batch.size // min(STEP_TOKENS, batch.size)) for batch in _batches(ids))
-    optimizer = make_optimizer(num_steps)
-    key, rng = jax.random.key(seed), np.random.default_rng(seed)
-    fits: list[FitState] = []
-    done = 0
-    for batch in _batches(ids):
-        layers = observe(graphdef, state, batch)
-        for i, layer in enumerate(layers):
-            if done == 0:
-                frequency = np.asarray(layer.active_mask.mean(0))
-                width = rank or default_rank(model.config.model, model.config.neurons[i])
-                start = init_predictor(jax.random.fold_in(key, i), model.config.model, frequency, width)
-                fits.append(init_fit(start, optimizer))
-            size = min(STEP_TOKENS, batch.size)
-            for _ in range(PASSES):
-                order = rng.permutation(batch.size)[: batch.size // size * size].reshape(-1, size)
-                for rows in order:
-                    fits[i], _ = fit_step(
-                        fits[i], layer.x[rows], layer.active_mask[rows], optimizer=optimizer
-                    )
-        done += len(batch)
-        done_fn(done)
-    return [fit.predictor for fit in fits]

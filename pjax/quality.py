@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pjax.base import FfnFn, LowRankPredictor, Mode, Predictors, ProgressFn
+from pjax.base import FfnFn, Mode, Predictor, Predictors, ProgressFn
 from pjax.executor import check_mode, mode_ffn_fn
 from pjax.model import Decoder, check_ids, prompt_positions
 
@@ -62,7 +62,7 @@ def _scored_log_probs(model: Decoder, ids: jax.Array, ffn_fn: FfnFn) -> jax.Arra
 
 @partial(jax.jit, static_argnames=("graphdef", "modes"))
 def _score(
-    graphdef, state, layers: tuple[LowRankPredictor, ...], ids: jax.Array, *, modes: tuple[Mode, ...]
+    graphdef, state, layers: tuple[Predictor | None, ...], ids: jax.Array, *, modes: tuple[Mode, ...]
 ) -> list[_Scores]:
     """The scores of each mode on chunks ids [batch, seq]; the first mode is what the others are held to."""
     model = nnx.merge(graphdef, state)

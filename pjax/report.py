@@ -77,7 +77,7 @@ def predictor_part(predictors: Predictors, kind: str, source: str) -> dict[str, 
     return {
         "source": source,
         "kind": kind,
-        "dtype": predictors.layers[0].dtype,
+        "dtype": next((layer.dtype for layer in predictors.layers if layer), None),
         "recall_mean": _mean([r.recall for r in reports]),
         "precision_mean": _mean([r.precision for r in reports]),
         "density_mean": _mean([r.density for r in reports]),

@@ -68,6 +68,10 @@ class StageBars:
         task = self._task = self.progress.add_task(name, total=None)
         return lambda done, total: self.progress.update(task, completed=done, total=total)
 
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        self._console.print(line, style="dim", highlight=False, soft_wrap=True)
+
     def end(self) -> None:
         """Shows the stage as done."""
         if self._task is not None:
@@ -101,7 +105,7 @@ def main(argv: list[str]) -> None:
         Console().print(plan_table(planned.memory, planned.hardware))
         return
     with bars.progress:
-        prepared = prepare(settings, workdir, bars.begin, verify=_VERIFY.value)
+        prepared = prepare(settings, workdir, bars.begin, verify=_VERIFY.value, say_fn=bars.say)
         bars.end()
     warn(console, settings, prepared)
     generation = _generate(settings, prepared, console)

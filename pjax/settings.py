@@ -33,14 +33,16 @@ class PredictorSettings:
     Attributes:
         path: a folder with predictors of PowerInfer, `model_0.pt` and so on, or a GGUF file of PowerInfer, to
             read instead of training; "train" trains; None takes those in the model's file, or else trains.
-        kind: "lowrank".
+        kind: "lowrank", trained; "sign", made of the weights' signs; "none", so that predicted is exact.
         dtype: weight type of those trained here, as `Settings.dtype`.
-        recall: share of the active neurons to mark, on held-out tokens, 0..1.
+        recall: share of the active neurons to mark, on held-out tokens, 0..1; changing it trains nothing.
+        every_layer: whether each layer gets one; else only where it saves time.
     """
 
     kind: str = "lowrank"
-    dtype: str = "float32"
+    dtype: str = "q4_0"
     recall: float = 0.95
+    every_layer: bool = False
     path: str | None = None
 
 
@@ -134,7 +136,7 @@ class Settings:
 CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": (None, *DTYPES),
     "mode": (None, *MODES),
-    "predictor.kind": ("lowrank",),
+    "predictor.kind": ("lowrank", "sign", "none"),
     "predictor.dtype": DTYPES,
     "placement.objective": ("impact", "latency"),
     "placement.minimum": ("paper", "expected"),

@@ -138,7 +138,10 @@ def measure_ffn(model: Decoder, predictors: Predictors, prompt_ids: np.ndarray) 
 
     @jax.jit
     def predict(layers, inputs):
-        return [predict_mask(p, x[0], residual[0]) for p, (x, residual) in zip(layers, inputs, strict=True)]
+        return [
+            None if p is None else predict_mask(p, x[0], residual[0])
+            for p, (x, residual) in zip(layers, inputs, strict=True)
+        ]
 
     @jax.jit
     def run_ffn(ffns, masks, inputs) -> list[tuple[jax.Array, FfnCounts]]:

@@ -5,6 +5,7 @@ fingerprint says what it was made from; one that does not match is not returned,
 refused, never used.
 """
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -16,8 +17,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pjax.base import ActivationStats, LowRankPredictor, Placement, PredictorReport, Predictors
-from pjax.weights import BFLOAT16, PackedMatrix
+from pjax.base import (
+    ActivationStats,
+    LowRankPredictor,
+    Placement,
+    Predictor,
+    PredictorReport,
+    Predictors,
+    ScoreHistogram,
+    SignPredictor,
+)
+from pjax.weights import BFLOAT16, BLOCK, PackedMatrix, row_bytes
 
 RECORD = "__record__"
 """Name of the JSON record among the arrays."""
@@ -158,35 +168,60 @@ def unpack_stats(artefact: Artefact) -> ActivationStats:
 
 def pack_predictors(predictors: Predictors) -> Artefact:
     """The predictors as an artefact."""
-    arrays = {
-        f"{field}.{i}": _bits(value.rows if isinstance(value, PackedMatrix) else value)
-        for i, predictor in enumerate(predictors.layers)
-        for field, value in _parts(predictor).items()
-    }
-    record = {
-        "dtypes": [predictor.dtype for predictor in predictors.layers],
-        "widths": [predictor.first.shape[1] for predictor in predictors.layers],
-        "inputs": [predictor.input for predictor in predictors.layers],
-        "reports": [report._asdict() for report in predictors.reports],
-    }
-    return Artefact(arrays, record)
+    arrays: dict[str, np.ndarray] = {}
+    layers: list[dict[str, Any] | None] = []
+    for i, predictor in enumerate(predictors.layers):
+        for field, value in _parts(predictor).items():
+            arrays[f"{field}.{i}"] = _bits(value.rows if isinstance(value, PackedMatrix) else value)
+        layers.append(
+            predictor and {"kind": predictor.kind, "dtype": predictor.dtype, "input": predictor.input}
+        )
+    for i, histogram in enumerate(predictors.histograms):
+        arrays |= {f"{field}.{i}": value for field, value in histogram._asdict().items()}
+    return Artefact(arrays, {"layers": layers} | _reports(predictors))
 
 
 def unpack_predictors(artefact: Artefact) -> Predictors:
     """The reverse of `pack_predictors`; the weights are numpy arrays."""
-    reports = tuple(PredictorReport(**report) for report in artefact.record["reports"])
-    fields = (_per_layer(artefact.arrays, field) for field in ("first", "second", "bias", "threshold"))
-    layers = []
-    for first, second, bias, threshold, dtype, width, source in zip(
-        *fields, artefact.record["dtypes"], artefact.record["widths"], artefact.record["inputs"], strict=True
-    ):
-        if first.dtype == np.uint8:
-            first = PackedMatrix(first, dtype, width)
-            second = PackedMatrix(second, dtype, first.shape[0])
-        elif first.dtype == np.uint16:
-            first, second = first.view(BFLOAT16), second.view(BFLOAT16)
-        layers.append(LowRankPredictor(first, second, bias, threshold, source))
-    return Predictors(tuple(layers), reports)
+    layers = tuple(
+        layer and _unpack_predictor(layer, {name: artefact.arrays.get(f"{name}.{i}") for name in _FIELDS})
+        for i, layer in enumerate(artefact.record["layers"])
+    )
+    fields = (_per_layer(artefact.arrays, field) for field in ScoreHistogram._fields)
+    histograms = tuple(ScoreHistogram(*parts) for parts in zip(*fields, strict=True))
+    return Predictors(layers, _unpack_reports(artefact), histograms)
+
+
+def pack_thresholds(predictors: Predictors) -> Artefact:
+    """The thresholds of predictors and what they give, without the predictors."""
+    thresholds = [np.float32(layer.threshold if layer else 0) for layer in predictors.layers]
+    return Artefact({"thresholds": np.array(thresholds)}, _reports(predictors))
+
+
+def unpack_thresholds(artefact: Artefact, predictors: Predictors) -> Predictors:
+    """The predictors with the thresholds and reports of an artefact."""
+    layers = tuple(
+        layer and dataclasses.replace(layer, threshold=threshold)
+        for layer, threshold in zip(predictors.layers, artefact.arrays["thresholds"], strict=True)
+    )
+    return Predictors(layers, _unpack_reports(artefact), predictors.histograms)
+
+
+_FIELDS = ("first", "second", "bits", "slope", "bias", "threshold")
+
+
+def _unpack_predictor(layer: dict[str, Any], arrays: dict[str, Any]) -> Predictor:
+    first, second, bits, slope, bias, threshold = (arrays[name] for name in _FIELDS)
+    if layer["kind"] == "sign":
+        return SignPredictor(bits, slope, bias, threshold, layer["input"])
+    if first.dtype == np.uint8:
+        per_block = row_bytes(layer["dtype"], BLOCK)
+        first, second = (
+            PackedMatrix(rows, layer["dtype"], rows.shape[1] // per_block * BLOCK) for rows in (first, second)
+        )
+    elif first.dtype == np.uint16:
+        first, second = first.view(BFLOAT16), second.view(BFLOAT16)
+    return LowRankPredictor(first, second, bias, threshold, layer["input"])
 
 
 def _bits(array: Any) -> np.ndarray:
@@ -195,8 +230,16 @@ def _bits(array: Any) -> np.ndarray:
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
-def _parts(predictor: LowRankPredictor) -> dict[str, Any]:
-    return {field: getattr(predictor, field) for field in ("first", "second", "bias", "threshold")}
+def _parts(predictor: Predictor | None) -> dict[str, Any]:
+    return {field: getattr(predictor, field) for field in _FIELDS if hasattr(predictor, field)}
+
+
+def _reports(predictors: Predictors) -> dict[str, Any]:
+    return {"reports": [report._asdict() for report in predictors.reports]}
+
+
+def _unpack_reports(artefact: Artefact) -> tuple[PredictorReport, ...]:
+    return tuple(PredictorReport(**report) for report in artefact.record["reports"])
 
 
 def pack_placement(placement: Placement) -> Artefact:

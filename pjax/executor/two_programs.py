@@ -13,10 +13,10 @@ from flax import nnx
 
 from pjax import ops
 from pjax.attention import KvCache
-from pjax.base import AnyArray, DecodeState, LowRankPredictor, Mode, Predictors, SampleFn
+from pjax.base import AnyArray, DecodeState, Mode, Predictor, Predictors, SampleFn
 from pjax.executor.common import check_mode, count_rows, empty_caches, last_rows, reserve
 from pjax.model import Decoder, join, prompt_positions
-from pjax.predictor import predict_mask
+from pjax.predictor import predict_mask, take_neurons
 from pjax.split import pack_mask, split_ffn, unpack_mask
 from pjax.weights import Ffn
 
@@ -82,7 +82,7 @@ def embed_program(spec: ModuleSpec, leaves, ids: jax.Array, lengths: jax.Array |
 def attend_program(
     spec: ModuleSpec,
     leaves,
-    predictor: LowRankPredictor | None,
+    predictor: Predictor | None,
     residual: jax.Array,
     joined: Joined | None,
     positions: jax.Array,
@@ -150,7 +150,7 @@ class SplitLayer(NamedTuple):
     spec: ModuleSpec
     leaves: list[jax.Array]
     cold: Ffn
-    predictor: LowRankPredictor | None
+    predictor: Predictor | None
 
 
 WatchFn = Callable[[str, Any], None]
@@ -214,20 +214,14 @@ class TwoPrograms:
         own = [(layer.leaves, layer.predictor) for layer in self._layers]
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self._leaves, own)))
 
-    def _split(self, layer, hot_mask: np.ndarray, predictor: LowRankPredictor | None) -> SplitLayer:
+    def _split(self, layer, hot_mask: np.ndarray, predictor: Predictor | None) -> SplitLayer:
         split = split_ffn(layer.ffn.weights, hot_mask)
         layer.ffn.set_weights(split.hot)
         layer.index = 0  # so that layers of one shape share their programs
         spec, leaves = flatten_module(layer, self.device)
         if predictor is not None:
             order = jnp.concatenate([split.hot_ids, split.cold_ids])
-            predictor = LowRankPredictor(
-                predictor.first,
-                predictor.second[order],
-                predictor.bias[order],
-                predictor.threshold,
-                predictor.input,
-            )
+            predictor = take_neurons(predictor, order)
         cold, predictor = jax.device_put(split.cold, self.host), jax.device_put(predictor, self.device)
         return SplitLayer(spec, leaves, cold, predictor)
 

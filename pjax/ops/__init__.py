@@ -8,6 +8,8 @@ from pjax.ops.packed import pack_ffn as pack_ffn
 from pjax.ops.packed import pack_matrix as pack_matrix
 from pjax.ops.packed import unpack_ffn as unpack_ffn
 from pjax.ops.packed import unpack_matrix as unpack_matrix
+from pjax.ops.sign import pack_signs as pack_signs
+from pjax.ops.sign import sign_scores as sign_scores
 from pjax.ops.sparse import dense_ffn as dense_ffn
 from pjax.ops.sparse import sparse_ffn as sparse_ffn
 from pjax.ops.sparse import sparse_ffn_counted as sparse_ffn_counted

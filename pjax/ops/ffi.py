@@ -34,6 +34,7 @@ _TARGETS = tuple(
         "combine_rows",
         "decode_attention",
         "norm",
+        "sign_scores",
         "stream_sum",
         "address",
     )
@@ -183,6 +184,12 @@ def norm(
     call = jax.ffi.ffi_call("pjax_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     weights = (_float32_or_empty(scale), _float32_or_empty(bias))
     return call(x, *weights, centered=np.bool_(centered), eps=np.float32(eps))
+
+
+def sign_scores(x: jax.Array, bits: jax.Array, slope: jax.Array, bias: jax.Array) -> jax.Array:
+    """The kernel behind `pjax.ops.sign_scores`: float32 [batch, rows], x float32 [batch, width]."""
+    result = jax.ShapeDtypeStruct((x.shape[0], bits.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("pjax_sign_scores", result)(x, bits, slope, bias)
 
 
 def stream_sum(x: jax.Array) -> jax.Array:

@@ -115,6 +115,25 @@ def stream_sum(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(flat, jnp.uint32).sum(dtype=jnp.uint32)
 
 
+SIGNS_PER_WORD = 32
+"""Bits of a word of signs."""
+
+
+def pack_signs(weight: jax.Array) -> jax.Array:
+    """The signs of float [rows, width], 32 in a uint32; see `pjax.ops.pack_signs`."""
+    bits = jnp.pad(jnp.signbit(weight), ((0, 0), (0, -weight.shape[1] % SIGNS_PER_WORD)))
+    words = bits.reshape(weight.shape[0], bits.shape[1] // SIGNS_PER_WORD, SIGNS_PER_WORD)
+    places = jnp.arange(SIGNS_PER_WORD, dtype=jnp.uint32)
+    return (words.astype(jnp.uint32) << places[None, None, :]).sum(-1, dtype=jnp.uint32)
+
+
+def sign_scores(x: jax.Array, bits: jax.Array, slope: jax.Array, bias: jax.Array) -> jax.Array:
+    """Agreement of signs, scaled, of float32 [batch, width] with each row; see `pjax.ops.sign_scores`."""
+    differing = lax.population_count(pack_signs(x)[:, None, :] ^ bits[None, :, :]).sum(-1, dtype=jnp.int32)
+    agreement = (x.shape[1] - 2 * differing).astype(jnp.float32)
+    return slope.reshape(1, 1) * agreement + bias[None, :]
+
+
 def _plain(x: jax.Array, ffn: AnyFfn) -> tuple[jax.Array, Ffn]:
     """A quantised FFN as floats, and x rounded as its kernels do."""
     return (round_input(x.astype(jnp.float32)), unpack_ffn(ffn)) if isinstance(ffn, PackedFfn) else (x, ffn)
