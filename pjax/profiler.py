@@ -236,7 +236,7 @@ def _sum_marked(graphdef, state, layers: tuple[Predictor, ...], ids: jax.Array) 
 
 
 def _marked_ffn_fn(layers: tuple[Predictor, ...]) -> FfnFn:
-    """Hands back int32 [2, 2, neurons], times neurons were inactive and active; float32 [2], contributions."""
+    """Hands back int32 [2, 2, neurons], times of inactive and active; float32 [2], contributions."""
 
     def ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         predictor = layers[layer.index]

@@ -6,8 +6,8 @@ Its keys, null where a mode does not apply, with lists of one entry a layer:
     profile     source (measured, or a path), tokens, density_mean, density_per_layer, hot_share_80 (neurons
                 that make 80 % of the activations), hot_share_80_per_layer; tokens and densities are null
                 where the source does not say over how many tokens it counted
-    predictor   source (trained, or a path), kind, dtype, means over all layers of recall, precision and
-                density, bytes, per_layer
+    predictor   source (trained, or a path), kind, dtype, means over all layers of recall, precision, density
+                and contribution_recall (a neuron counts by how much it moves the output), bytes, per_layer
     hardware    name, source (measured, preset or simulated)
     placement   source (solved, or a path), status, objective, bound, hot_neurons (list), device_bytes,
                 budget_bytes, solve_s; goal (impact or latency), gap, next_gib (what one more GiB would add to
@@ -81,6 +81,7 @@ def predictor_part(predictors: Predictors, kind: str, source: str) -> dict[str, 
         "recall_mean": _mean([r.recall for r in reports]),
         "precision_mean": _mean([r.precision for r in reports]),
         "density_mean": _mean([r.density for r in reports]),
+        "contribution_recall_mean": _mean([r.contribution_recall or 0.0 for r in reports]),
         "bytes": sum(r.bytes for r in reports),
         "per_layer": [r._asdict() for r in reports],
     }

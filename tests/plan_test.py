@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pjax import ops
+from pjax.base import SignPredictor
 from pjax.executor import OneProgram, TwoPrograms
 from pjax.executor.common import empty_caches
 from pjax.formats import read_checkpoint
 from pjax.hardware import hardware_preset
 from pjax.layers import SparseFfn
 from pjax.placement import layer_neuron_bytes
-from pjax.plan import WeightSizes, plan_memory, plan_rows, trained_predictor_bytes, weight_sizes
-from pjax.predictor import default_rank, with_dtype
+from pjax.plan import WeightSizes, most_predictor_bytes, plan_memory, plan_rows, weight_sizes
+from pjax.predictor import rank_choices, with_dtype
 from pjax.sampling import greedy
-from pjax.settings import PlacementSettings
+from pjax.settings import PlacementSettings, PredictorSettings
 from pjax.storage import load_model
 from tests.cases import find_case
 from tests.tiny_model import tiny_config, tiny_decoder, tiny_ids, tiny_predictors
@@ -54,17 +56,29 @@ def test_weights_have_the_planned_bytes(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "q4_0"])
-def test_predictors_have_the_planned_bytes(dtype):
-    config = tiny_config(model=64, neurons=(96, 160))
+def test_predictors_of_the_highest_rank_have_the_planned_bytes(dtype):
+    config = tiny_config(model=64, neurons=(96, 640))
     total = 0
     for neurons in config.neurons:
-        template, rank = tiny_predictors(tiny_decoder(), 0.0).layers[0], default_rank(64, neurons)
+        template = tiny_predictors(tiny_decoder(), 0.0).layers[0]
+        rank = rank_choices(dtype, 64, neurons, 3 * 64 * 4)[-1]
         arrays = (jnp.ones(shape) for shape in ((rank, 64), (neurons, rank), (neurons,)))
         predictor = dataclasses.replace(
             template, **dict(zip(("first", "second", "bias"), arrays, strict=True))
         )
         total += sum(leaf.nbytes for leaf in jax.tree.leaves(with_dtype(predictor, dtype)))
-    assert trained_predictor_bytes(config, dtype) == total
+    assert most_predictor_bytes(config, PredictorSettings(dtype=dtype), ("float32",) * 2) == total
+
+
+def test_signs_have_the_planned_bytes_and_none_has_none():
+    config, predictors = tiny_config(model=33), []
+    for neurons in config.neurons:
+        bits = ops.pack_signs(jnp.ones((neurons, 33)))
+        predictors.append(SignPredictor(bits, jnp.float32(1), jnp.zeros(neurons), jnp.float32(0)))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(predictors))
+    types = ("float32",) * 2
+    assert most_predictor_bytes(config, PredictorSettings(kind="sign"), types) == total
+    assert most_predictor_bytes(config, PredictorSettings(kind="none"), types) == 0
 
 
 def test_the_split_model_stays_within_its_plan():

@@ -1,16 +1,14 @@
-"""Counts of active neurons against numpy and real checkpoints; predictors against what they must find."""
+"""Counts of active neurons against numpy and real checkpoints."""
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pjax import profiler
-from pjax.predictor import default_rank, predict_mask
-from pjax.profiler import collect_stats, hot_share, train_predictors
+from pjax.profiler import collect_stats, hot_share
 from pjax.storage import load_model
+from pjax.training import train_predictors
 from tests.cases import find_case
 from tests.tiny_model import ffn_inputs, ffn_values, tiny_decoder, tiny_ids
 
@@ -78,84 +76,6 @@ def test_batches_change_nothing(monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
-def test_predictors_reach_the_recall_on_held_out_tokens(monkeypatch):
-    monkeypatch.setattr(profiler, "STEP_TOKENS", 42)
-    monkeypatch.setattr(profiler, "PASSES", 8)
-    model, ids = tiny_decoder(neurons=(24, 24)), tiny_ids(48, 16)
-    predictors = train_predictors(model, ids, recall=0.9)
-    held_out = ids[::8]
-    values, _ = numpy_ffn(model, held_out)
-    for predictor, report, layer_values, x in zip(
-        predictors.layers, predictors.reports, values, ffn_inputs(model, held_out), strict=True
-    ):
-        x = jnp.asarray(x, jnp.float32)
-        marked, active = np.asarray(jax.jit(predict_mask)(predictor, x, x)), layer_values != 0
-        one = 2 / active.sum()  # tokens that lie on the threshold
-        assert report.recall >= 0.9
-        assert (marked & active).sum() / active.sum() == pytest.approx(report.recall, abs=one)
-        assert (marked & active).sum() / marked.sum() == pytest.approx(report.precision, abs=one)
-        assert marked.mean() == pytest.approx(report.density, abs=one)
-        assert active.mean() == pytest.approx(report.true_density, abs=one)
-        assert report.precision > report.true_density + 0.05  # better than chance
-        assert report.rank == default_rank(16, active.shape[-1]) == 32
-        assert predictor.input == "normed"
-        assert float(predictor.threshold) == report.threshold
-
-
-def test_training_is_deterministic_and_bounded(monkeypatch):
-    model, ids = tiny_decoder(neurons=(24, 24)), tiny_ids(18, 12)
-    monkeypatch.setattr(profiler, "TOKENS_PER_BATCH", 60)
-    observe, sizes, progress = profiler.observe, [], []
-
-    def watched(graphdef, state, ids):
-        sizes.append(ids.size)
-        return observe(graphdef, state, ids)
-
-    monkeypatch.setattr(profiler, "observe", watched)
-
-    def train(seed):
-        predictors = train_predictors(
-            model, ids, rank=4, seed=seed, progress_fn=lambda done, total: progress.append((done, total))
-        )
-        return jax.tree.leaves(predictors.layers), predictors.reports
-
-    first, reports = train(seed=1)
-    assert max(sizes) <= 60
-    assert sum(sizes) == ids.size  # each sequence is observed once
-    assert progress == [(5, 18), (10, 18), (15, 18), (18, 18)]
-    again, reports_again = train(seed=1)
-    other, _ = train(seed=2)
-    assert reports == reports_again
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not np.array_equal(first[0], other[0])
-    assert all(report.rank == 4 for report in reports)
-
-
-def test_held_out_sequences_are_not_trained_on():
-    model, ids = tiny_decoder(neurons=(24, 24)), tiny_ids(9, 12)
-    other = ids.copy()
-    other[::8] = tiny_ids(2, 12, seed=5)
-    first, second = train_predictors(model, ids), train_predictors(model, other)
-    for a, b in zip(first.layers, second.layers, strict=True):
-        np.testing.assert_array_equal(a.first, b.first)
-        np.testing.assert_array_equal(a.bias, b.bias)
-    assert first.reports != second.reports
-
-
-def test_dead_and_always_on_layers():
-    model, ids = tiny_decoder(neurons=(24, 24), mlp_bias=True), tiny_ids(4, 12)
-    for layer, bias in zip(model.layers, (-1e3, 1e3), strict=True):
-        layer.ffn.gate_bias.set_value(jnp.full(24, bias))
-    assert collect_stats(model, ids).density_per_layer == (0.0, 1.0)
-    predictors = train_predictors(model, ids, recall=0.95)
-    json.dumps([report._asdict() for report in predictors.reports], allow_nan=False)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(predictors.layers))
-    dead, on = predictors.reports
-    assert (dead.recall, dead.density, dead.true_density) == (1.0, 0.0, 0.0)
-    assert on.recall >= 0.95
-    assert (on.precision, on.true_density) == (1.0, 1.0)
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -177,24 +97,6 @@ def test_bad_ids_are_refused(fn, ids, message):
 def test_model_without_zeros_is_refused(fn):
     with pytest.raises(ValueError, match=r"tiny has the activation 'silu'.*nothing to profile"):
         fn(tiny_decoder(activation="silu"), tiny_ids(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"recall": 1.5}, "recall: expected"),
-        ({"rank": 0}, "rank: expected at least 1"),
-        ({"rank": -3}, "rank"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        train_predictors(tiny_decoder(), tiny_ids(2, 4), **arguments)
-
-
-def test_one_sequence_cannot_be_held_out():
-    with pytest.raises(ValueError, match=r"ids: expected at least two sequences.* got 1"):
-        train_predictors(tiny_decoder(), tiny_ids(1, 8))
 
 
 def test_hot_share_by_hand():

@@ -61,7 +61,8 @@ def test_predictor_part_is_the_mean_over_layers():
     for name in ("recall", "precision", "density"):
         assert part[f"{name}_mean"] == pytest.approx(np.mean([getattr(r, name) for r in predictors.reports]))
     assert list(part["per_layer"][0]) == [
-        "rank", "recall", "precision", "density", "true_density", "threshold", "bytes"
+        "rank", "recall", "precision", "density", "true_density", "threshold", "bytes",
+        "contribution_recall", "kind",
     ]  # fmt: skip
     assert (part["source"], part["kind"], part["dtype"]) == ("trained", "lowrank", "float32")
     assert len(part["per_layer"]) == 2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pjax
-from pjax.workdir import load, unpack_placement, unpack_predictors
+from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
 
 ROOT = Path(__file__).parents[1]
 PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
@@ -63,7 +63,8 @@ def test_it_resumes_and_does_every_other_stage(first):
     text, messages, report = first
     stages = [line.split("] ")[1] for line in messages.splitlines() if line.startswith("[")]
     # The killed run may have got as far as the placement.
-    assert [name for name in stages if name != "placement"] == ["load", "predictors", "quality", "speed"]
+    stages = [name for name in stages if name != "placement"]
+    assert stages == ["load", "predictors", "thresholds", "quality", "speed"]
     assert text == report["text"] + "\n" and text.startswith(PROMPT)
     assert "simulated" in messages
 
@@ -98,6 +99,8 @@ def test_the_report_is_whole_and_consistent(first):
 def test_the_workdir_agrees_with_the_report(first, workdir):
     report = first[2]
     predictors = unpack_predictors(load(workdir, "predictors", None))
+    predictors = unpack_thresholds(load(workdir, "thresholds", None), predictors)
+    assert not (workdir / "predictors.checkpoints").exists()
     assert [r._asdict() for r in predictors.reports] == report["predictor"]["per_layer"]
     placement = unpack_placement(load(workdir, "placement", None), (1024,) * 6)
     assert [int(mask.sum()) for mask in placement.hot_mask] == report["placement"]["hot_neurons"]

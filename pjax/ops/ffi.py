@@ -18,8 +18,8 @@ import numpy as np
 from pjax.model_config import Activation
 from pjax.weights import AnyFfn, Matrix, PackedFfn, PackedMatrix, row_bytes
 
-WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint8)
-"""Types of arrays of weights that the kernels read; uint8 are packed rows."""
+WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint8, jnp.uint32)
+"""Types of arrays of weights that the kernels read; uint8 are packed rows, uint32 signs."""
 
 _FORMATS = {"q8_0": np.int64(1), "q4_0": np.int64(2)}
 """Their numbers in the handlers; 0 is a float type, which its array tells."""
