@@ -42,6 +42,7 @@ _DTYPE = flags.DEFINE_enum(
 )
 _MODES = flags.DEFINE_list("modes", list(MODES), "Modes to decode in.")
 _DENSITY = flags.DEFINE_float("density", None, "Share of active neurons; default the published one.")
+_RANK = flags.DEFINE_integer("rank", None, "Of the predictors; default the shape's.", lower_bound=32)
 _CONTEXT = flags.DEFINE_integer("context", 64, "Tokens in the cache.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", os.cpu_count(), "Of our kernels and of the peer.", lower_bound=1)
 _PEER = flags.DEFINE_enum(
@@ -115,6 +116,8 @@ def main(argv):
     shape = SHAPES["tiny" if _QUICK.value else _SHAPE.value]
     if _DENSITY.value is not None:
         shape = dataclasses.replace(shape, density=_DENSITY.value)
+    if _RANK.value is not None:
+        shape = dataclasses.replace(shape, rank=_RANK.value)
     os.environ["PJAX_NUM_THREADS"] = str(_THREADS.value)  # read when the kernels are first used
     print(f"{shape.config.name} in {_DTYPE.value}: synthetic weights", file=sys.stderr)
     model, predictors = make_model(shape, _DTYPE.value)

@@ -25,7 +25,7 @@ from absl import app, flags
 
 from experiments.synthetic import SHAPES, Shape, make_ffn, make_matrix, make_opener
 from pjax import ops
-from pjax.base import LowRankPredictor
+from pjax.base import LowRankPredictor, SignPredictor
 from pjax.memory import on_large_pages
 from pjax.predictor import predict_mask
 from pjax.weights import DTYPES, row_bytes
@@ -152,9 +152,9 @@ def ffn_cases(
         yield Case("dense_ffn", dtype, None, run, len(ffns), num_bytes)
 
 
-def predictor_case(rng: np.random.Generator, shape: Shape, dtype: str) -> Case:
-    """The whole predictor, of the shape's rank."""
-    model, neurons, rank = shape.config.model, shape.config.neurons[0], shape.rank
+def predictor_case(rng: np.random.Generator, shape: Shape, dtype: str, rank: int) -> Case:
+    """The whole predictor, of that rank."""
+    model, neurons = shape.config.model, shape.config.neurons[0]
     first = LowRankPredictor(
         make_matrix(rng, rank, model, dtype),
         make_matrix(rng, neurons, rank, dtype),
@@ -165,6 +165,16 @@ def predictor_case(rng: np.random.Generator, shape: Shape, dtype: str) -> Case:
     num_bytes = len(predictors) * (rank * row_bytes(dtype, model) + neurons * row_bytes(dtype, rank))
     run = over_layers(lambda x, predictor: predict_mask(predictor, x, x), inputs(rng, model), predictors)
     return Case(f"predictor, rank {rank}", dtype, None, run, len(predictors), num_bytes)
+
+
+def sign_case(rng: np.random.Generator, shape: Shape) -> Case:
+    """The whole predictor of signs."""
+    model, neurons = shape.config.model, shape.config.neurons[0]
+    bits = jnp.asarray(rng.integers(0, 1 << 32, (neurons, -(-model // 32)), np.uint32))
+    first = SignPredictor(bits, jnp.float32(1), jnp.zeros(neurons), jnp.float32(0))
+    predictors = layers_of(first)
+    run = over_layers(lambda x, predictor: predict_mask(predictor, x, x), inputs(rng, model), predictors)
+    return Case("predictor, signs", "1 bit", None, run, len(predictors), len(predictors) * first.nbytes)
 
 
 def attention_case(rng: np.random.Generator, shape: Shape, dtype: str, context: int) -> Case:
@@ -231,7 +241,10 @@ def cases(shape: Shape) -> Iterator[Case]:
         if {"sparse_ffn", "exact", "dense_ffn"} & set(operators):
             yield from ffn_cases(rng, shape, dtype, operators, densities)
         if "predictor" in operators:
-            yield predictor_case(rng, shape, dtype)
+            for rank in (shape.rank // 2, shape.rank):
+                yield predictor_case(rng, shape, dtype, rank)
+    if "predictor" in operators:
+        yield sign_case(rng, shape)
     if "decode_attention" in operators:
         for dtype in ("bfloat16", "float32"):
             for context in map(int, _CONTEXTS.value):

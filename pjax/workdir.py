@@ -193,18 +193,18 @@ def unpack_predictors(artefact: Artefact) -> Predictors:
 
 
 def pack_thresholds(predictors: Predictors) -> Artefact:
-    """The thresholds of predictors and what they give, without the predictors."""
-    thresholds = [np.float32(layer.threshold if layer else 0) for layer in predictors.layers]
-    return Artefact({"thresholds": np.array(thresholds)}, _reports(predictors))
+    """The reports of predictors as an artefact, with their thresholds but without the predictors."""
+    return Artefact({}, _reports(predictors))
 
 
 def unpack_thresholds(artefact: Artefact, predictors: Predictors) -> Predictors:
     """The predictors with the thresholds and reports of an artefact."""
+    reports = _unpack_reports(artefact)
     layers = tuple(
-        layer and dataclasses.replace(layer, threshold=threshold)
-        for layer, threshold in zip(predictors.layers, artefact.arrays["thresholds"], strict=True)
+        layer and dataclasses.replace(layer, threshold=np.array(report.threshold, np.float32))
+        for layer, report in zip(predictors.layers, reports, strict=True)
     )
-    return Predictors(layers, _unpack_reports(artefact), predictors.histograms)
+    return Predictors(layers, reports, predictors.histograms)
 
 
 _FIELDS = ("first", "second", "bits", "slope", "bias", "threshold")

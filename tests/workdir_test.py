@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 
 from pjax import workdir
-from pjax.base import ActivationStats, LowRankPredictor, Placement, PredictorReport, Predictors
+from pjax.base import (
+    ActivationStats,
+    LowRankPredictor,
+    Placement,
+    PredictorReport,
+    Predictors,
+    ScoreHistogram,
+    SignPredictor,
+)
 from pjax.predictor import with_dtype
+from pjax.thresholds import NUM_BINS, set_recall
 from pjax.workdir import Artefact, fingerprint, load, save, write_atomically
 
 ARTEFACT = Artefact({"a.0": np.arange(40), "a.1": np.float32([[1, 2], [3, 4]])}, {"text": "é", "n": [1, 2.5]})
@@ -78,6 +87,25 @@ def test_predictors_round_trip(tmp_path):
             array = getattr(layer, field)
             assert array.dtype == np.float32
             np.testing.assert_array_equal(array, np.asarray(getattr(expected, field)))
+
+
+def test_other_kinds_and_thresholds_round_trip(tmp_path):
+    rng = np.random.default_rng(0)
+    signs = SignPredictor(
+        jnp.asarray(rng.integers(0, 2**32, (5, 2)), jnp.uint32), jnp.float32(0.1), jnp.ones(5), jnp.float32(1)
+    )
+    histograms = tuple(
+        ScoreHistogram(rng.integers(0, 9, (2, NUM_BINS)), rng.random(NUM_BINS)) for _ in range(2)
+    )
+    kept = Predictors((signs, None), (), histograms)
+    found = workdir.unpack_predictors(through_file(tmp_path, workdir.pack_predictors(kept)))
+    assert jax.tree.structure(found.layers) == jax.tree.structure(kept.layers)
+    assert all(map(np.array_equal, jax.tree.leaves(found.layers), jax.tree.leaves(kept.layers)))
+    assert all(map(np.array_equal, jax.tree.leaves(found.histograms), jax.tree.leaves(histograms)))
+    chosen = set_recall(kept, 0.7)
+    again = workdir.unpack_thresholds(through_file(tmp_path, workdir.pack_thresholds(chosen)), found)
+    assert again.reports == chosen.reports and again.layers[1] is None
+    assert float(again.layers[0].threshold) == float(chosen.layers[0].threshold)
 
 
 def test_placement_round_trip(tmp_path):
