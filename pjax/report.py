@@ -12,7 +12,9 @@ Its keys, null where a mode does not apply, with lists of one entry a layer:
     placement   source (solved, or a path), status, objective, bound, hot_neurons (list), device_bytes,
                 budget_bytes, solve_s; goal (impact or latency), gap, next_gib (what one more GiB would add to
                 the objective); expected of a step's FFNs: step_s, all_cold_s, per_layer; memory (the plan)
-    quality     perplexity of each mode; top1_agreement and kl_mean of predicted against dense; guard
+    quality     perplexity of each mode; of predicted against dense: top1_agreement, kl_mean, guard (passed
+                or failed), faults (why it failed) and worst_layers (by relative output error); tokens; modes:
+                for each mode perplexity, error, rise, rise_error, kl_mean, top1_agreement, layer_error
     executor    kind, devices, simulated, neuron_load_share, syncs_per_layer; of a split step: step_s,
                 device_s and host_s (its halves alone), timeline
     speed       tokens_per_s of each mode, prefill_tokens_per_s, first_token_s, prompt_tokens
@@ -31,13 +33,14 @@ from flax import nnx
 from rich import box
 from rich.table import Table
 
-from pjax.base import MODES, ActivationStats, HardwareSpec, Mode, Placement, Predictors
+from pjax.base import MODES, ActivationStats, HardwareSpec, Placement, Predictors
 from pjax.executor import OneProgram, Overlap, TwoPrograms
 from pjax.model import Decoder
 from pjax.placement import Explanation
 from pjax.plan import MemoryPlan, plan_rows
 from pjax.profiler import hot_share
-from pjax.quality import Quality
+from pjax.quality import Quality, guard_faults, worst_layers
+from pjax.settings import QualitySettings
 from pjax.speed import FfnTimes, Speed, bytes_per_token
 
 
@@ -120,17 +123,47 @@ def neuron_load_share(stats: ActivationStats, placement: Placement) -> float:
     return hot / max(1, sum(int(c.sum()) for c in stats.counts))
 
 
-def quality_part(quality: Quality, modes: tuple[Mode, ...], max_perplexity_rise: float) -> dict[str, Any]:
-    """The `quality` key of the report; the guard fails if the last mode's perplexity rose by more."""
-    sparse = len(modes) > 1
-    passed = quality.perplexity[modes[-1]] <= quality.perplexity["dense"] * (1 + max_perplexity_rise)
-    return {
-        **{f"perplexity_{mode}": quality.perplexity.get(mode) for mode in MODES},
-        "top1_agreement": quality.top1_agreement if sparse else None,
-        "kl_mean": quality.kl_mean if sparse else None,
+def quality_part(
+    quality: Quality, layer_error: dict[str, list[float]], settings: QualitySettings
+) -> dict[str, Any]:
+    """The `quality` key of the report.
+
+    Args:
+        quality: of the modes.
+        layer_error: for each mode but dense, one error a layer, see `measure_layer_errors`.
+        settings: what the guard allows.
+    """
+    modes = {mode: way._asdict() for mode, way in quality.modes.items()}
+    part: dict[str, Any] = {
+        **{f"perplexity_{mode}": modes[mode]["perplexity"] if mode in modes else None for mode in MODES},
+        **dict.fromkeys(("top1_agreement", "kl_mean", "guard", "faults", "worst_layers")),
         "tokens": quality.tokens,
-        "guard": ("passed" if passed else "failed") if sparse else None,
+        "modes": {mode: values | {"layer_error": layer_error.get(mode)} for mode, values in modes.items()},
     }
+    if "predicted" in modes:
+        allowed = {"max_perplexity_rise": settings.max_perplexity_rise, "max_kl": settings.max_kl}
+        faults = guard_faults(quality, **allowed)
+        part |= {name: modes["predicted"][name] for name in ("top1_agreement", "kl_mean")}
+        part |= {"guard": "failed" if faults else "passed", "faults": faults}
+        part["worst_layers"] = worst_layers(layer_error["predicted"])
+    return part
+
+
+def guard_warning(part: dict[str, Any]) -> str | None:
+    """What a reader must know if the quality guard failed.
+
+    Args:
+        part: the report's key `quality`.
+    """
+    if part["guard"] != "failed":
+        return None
+    errors = part["modes"]["predicted"]["layer_error"]
+    worst = ", ".join(f"{layer} ({errors[layer]:.1%})" for layer in part["worst_layers"])
+    return (
+        f"QUALITY GUARD FAILED, mode predicted changes the answers: {'; '.join(part['faults'])}. "
+        f"Worst layers by relative output error: {worst}. mode=None falls back to exact; more of "
+        "profile.num_tokens or a higher predictor.recall may help."
+    )
 
 
 def executor_part(
@@ -172,6 +205,19 @@ def decode_part(model: Decoder, speed: Speed, times: FfnTimes, predictors: Predi
         **dict(zip(("rows_predicted", "rows_computed", "rows_active"), rows, strict=True)),
         "bytes_per_token": bytes_per_token(model, rows, predictors, speed.prompt_tokens),
     }
+
+
+def decode_line(report: dict[str, Any]) -> str | None:
+    """Where the time and the bytes of a token go in mode predicted; None for a model without predictors."""
+    part = report["decode"]
+    if part is None:
+        return None
+    rows = (f"{part[f'rows_{name}']:,.0f} {name}" for name in ("predicted", "computed", "active"))
+    return (
+        f"mode predicted, a token: predictors {1e3 * part['predictor_s']:.3f} ms, FFNs "
+        f"{1e3 * part['ffn_s']:.3f} ms; of {sum(report['model']['neurons']):,} rows {', '.join(rows)}; "
+        f"{part['bytes_per_token'] / 1e6:,.1f} MB read"
+    )
 
 
 def summary_table(report: dict[str, Any]) -> Table:

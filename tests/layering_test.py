@@ -41,9 +41,12 @@ FLOORS = {
     "quality": 5,
     "speed": 5,
     "report": 5,
+    "measure": 6,
     "pipeline": 6,
     "llm": 6,
+    "cli": 7,
     "config": 7,
+    "perplexity": 7,
     "run": 7,
 }
 """The floor of each module; those of one floor do not import each other, save where SAME_FLOOR says."""
@@ -59,6 +62,9 @@ SAME_FLOOR = {
     ("weights_file", "storage"),
     ("report", "quality"),
     ("report", "speed"),
+    ("pipeline", "measure"),
+    ("perplexity", "cli"),
+    ("run", "cli"),
 }
 
 ONLY_IN = {
@@ -69,8 +75,8 @@ ONLY_IN = {
     "optax": {"predictor"},
     "ctypes": {"ops"},
     "matplotlib": {"report"},
-    "absl": {"run"},
-    "ml_collections": {"config", "run"},
+    "absl": {"cli", "perplexity", "run"},
+    "ml_collections": {"cli", "config"},
 }
 """Packages that only the named modules may import."""
 

@@ -14,6 +14,8 @@ from pjax import report
 from pjax.base import ActivationStats, HardwareSpec, Placement
 from pjax.placement import explain_placement
 from pjax.plan import MemoryPlan
+from pjax.quality import Quality, WayQuality
+from pjax.settings import QualitySettings
 from tests.tiny_model import tiny_config, tiny_decoder, tiny_predictors
 
 STATS = ActivationStats((np.array([8, 1, 1, 0]), np.array([5, 5, 0, 0, 0, 10])), 10)
@@ -140,6 +142,55 @@ def rendered(values: dict) -> list[list[str]]:
     """The table's lines, each split at its gaps."""
     lines = text_of(report.summary_table(values)).splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+DENSE = WayQuality(20.0, 0.5, 0.0, 0.0, 0.0, 1.0)
+PREDICTED = WayQuality(21.0, 0.5, 0.05, 0.01, 0.125, 0.75)
+ERRORS = {"exact": [1e-7, 2e-7], "predicted": [0.25, 0.5]}
+
+
+def test_quality_part_of_a_model_that_fails_the_guard():
+    modes = {"dense": DENSE, "exact": DENSE, "predicted": PREDICTED}
+    part = report.quality_part(Quality(modes, 64), ERRORS, QualitySettings())
+    faults = part.pop("faults")
+    assert part == {
+        "perplexity_dense": 20.0, "perplexity_exact": 20.0, "perplexity_predicted": 21.0,
+        "top1_agreement": 0.75, "kl_mean": 0.125, "tokens": 64, "guard": "failed", "worst_layers": [1, 0],
+        "modes": {
+            "dense": DENSE._asdict() | {"layer_error": None},
+            "exact": DENSE._asdict() | {"layer_error": [1e-7, 2e-7]},
+            "predicted": PREDICTED._asdict() | {"layer_error": [0.25, 0.5]},
+        },
+    }  # fmt: skip
+    warning = report.guard_warning(part | {"faults": faults})
+    assert warning is not None and "5.0% above" in warning and "0.125 nats" in warning
+    assert "1 (50.0%), 0 (25.0%)" in warning and "falls back to exact" in warning
+
+
+def test_quality_part_that_passes_and_of_a_model_without_zeros():
+    modes = {"dense": DENSE, "exact": DENSE, "predicted": PREDICTED}
+    lenient = QualitySettings(max_perplexity_rise=0.06, max_kl=0.2)
+    part = report.quality_part(Quality(modes, 64), ERRORS, lenient)
+    assert (part["guard"], part["faults"]) == ("passed", [])
+    assert report.guard_warning(part) is None
+    part = report.quality_part(Quality({"dense": DENSE}, 64), {}, QualitySettings())
+    assert part["perplexity_dense"] == 20.0
+    for name in ("perplexity_exact", "kl_mean", "top1_agreement", "guard", "faults", "worst_layers"):
+        assert part[name] is None
+    assert report.guard_warning(part) is None
+
+
+def test_decode_line():
+    decode = {
+        "predictor_s": 1.5e-3, "ffn_s": 2.5e-4, "rows_predicted": 1234.4, "rows_computed": 60.0,
+        "rows_active": 59.6, "bytes_per_token": 7_250_000,
+    }  # fmt: skip
+    values = {"model": {"neurons": [4000, 2144]}}
+    assert report.decode_line(values | {"decode": decode}) == (
+        "mode predicted, a token: predictors 1.500 ms, FFNs 0.250 ms; of 6,144 rows 1,234 predicted, "
+        "60 computed, 60 active; 7.2 MB read"
+    )
+    assert report.decode_line(values | {"decode": None}) is None
 
 
 def test_report_is_strict_json():

@@ -23,6 +23,7 @@ SMALL = (
     "--config.quality.num_tokens=2048",
     "--config.generate.max_new_tokens=8",
     "--config.quality.max_perplexity_rise=1.0",  # so little text trains poor predictors
+    "--config.quality.max_kl=1.0",
 )
 
 
@@ -66,6 +67,7 @@ def test_it_resumes_and_does_every_other_stage(first):
     assert [name for name in stages if name != "placement"] == ["load", "predictors", "quality", "speed"]
     assert text == report["text"] + "\n" and text.startswith(PROMPT)
     assert "simulated" in messages
+    assert "\nmode predicted, a token: predictors " in messages and "MB read\n" in messages
 
 
 def test_the_report_is_whole_and_consistent(first):
