@@ -18,12 +18,14 @@ from pjax.base import Mode
 from pjax.executor import make_executor
 from pjax.formats import read_checkpoint
 from pjax.generate import Generation, generate
+from pjax.page import report_page
+from pjax.pictures import can_draw, draw_placement
 from pjax.pipeline import Prepared, prepare
 from pjax.plan import make_plan
-from pjax.report import decode_line, draw_placement, guard_warning, layer_table, plan_table, summary_table
 from pjax.sampling import check_integer, make_sampler
 from pjax.settings import Settings
 from pjax.stages import Stages
+from pjax.tables import decode_line, guard_warning, layer_table, plan_table, summary_table
 from pjax.textio import check_stop
 from pjax.workdir import write_atomically
 
@@ -65,9 +67,11 @@ def main(argv: list[str]) -> None:
     console.print(summary_table(report))
     if report["placement"] and report["model"]["layers"] <= SHORT:
         console.print(layer_table(report["placement"]))
-    if report["placement"] and draw_placement(report["placement"], workdir / "placement.png"):
+    write_atomically(workdir / "report.html", report_page(report, prepared.stats).encode())
+    if report["placement"] and can_draw():
+        draw_placement(report["placement"]).savefig(workdir / "placement.png")
         console.print(f"picture: {workdir / 'placement.png'}", highlight=False)
-    console.print(f"report: {workdir / 'report.json'}", highlight=False)
+    console.print(f"report: {workdir / 'report.json'}, {workdir / 'report.html'}", highlight=False)
 
 
 def _check_generate(settings: Settings) -> None:

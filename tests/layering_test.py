@@ -41,6 +41,9 @@ FLOORS = {
     "quality": 5,
     "speed": 5,
     "report": 5,
+    "tables": 5,
+    "pictures": 5,
+    "page": 5,
     "measure": 6,
     "pipeline": 6,
     "llm": 6,
@@ -62,6 +65,7 @@ SAME_FLOOR = {
     ("weights_file", "storage"),
     ("report", "quality"),
     ("report", "speed"),
+    ("page", "pictures"),
     ("pipeline", "measure"),
     ("perplexity", "cli"),
     ("run", "cli"),
@@ -69,12 +73,12 @@ SAME_FLOOR = {
 
 ONLY_IN = {
     "mip": {"placement"},
-    "jinja2": {"chat"},
+    "jinja2": {"chat", "page"},
     "tokenizers": {"formats"},
     "sentencepiece": {"formats"},
     "optax": {"predictor"},
     "ctypes": {"ops"},
-    "matplotlib": {"report"},
+    "matplotlib": {"pictures"},
     "absl": {"cli", "perplexity", "run"},
     "ml_collections": {"cli", "config"},
 }

@@ -53,7 +53,7 @@ def test_it_makes_what_is_missing_and_tells_of_its_estimates(first, workdir):
     dense = json.loads(first.stdout)["modes"]["dense"]
     assert f"dense {dense['perplexity']:.4f} +- {dense['error']:.4f}, exact " in estimates[-1]
     # It measures, and leaves the stages of a run to the run.
-    assert not (workdir / "quality.npz").exists() and not (workdir / "workdir.json").exists()
+    assert not (workdir / "quality.json").exists() and not (workdir / "workdir.json").exists()
 
 
 def test_another_text_in_a_prepared_workdir_gives_a_table(first, workdir, tmp_path):
