@@ -44,10 +44,13 @@ FLOORS = {
     "tables": 5,
     "pictures": 5,
     "page": 5,
+    "likelihood": 5,
     "measure": 6,
     "pipeline": 6,
     "llm": 6,
     "cli": 7,
+    "harness": 7,
+    "evaluate": 7,
     "config": 7,
     "perplexity": 7,
     "run": 7,
@@ -66,8 +69,10 @@ SAME_FLOOR = {
     ("report", "quality"),
     ("report", "speed"),
     ("page", "pictures"),
+    ("likelihood", "quality"),
     ("pipeline", "measure"),
     ("perplexity", "cli"),
+    ("evaluate", "harness"),
     ("run", "cli"),
 }
 
@@ -79,6 +84,7 @@ ONLY_IN = {
     "optax": {"predictor"},
     "ctypes": {"ops"},
     "matplotlib": {"pictures"},
+    "lm_eval": {"evaluate", "harness"},
     "absl": {"cli", "perplexity", "run"},
     "ml_collections": {"cli", "config"},
 }
