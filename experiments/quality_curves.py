@@ -47,8 +47,8 @@ _OUTPUT = flags.DEFINE_string("output", "runs/quality_curves", "Folder for the t
 
 KEPT = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 RECALLS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
-POINTS = 200
-"""Of a curve of recall: a point for every half percent of it."""
+POINTS = 1001
+"""Of a curve of recall: a point for every tenth of a percent of it."""
 
 
 class Curve(NamedTuple):
@@ -182,6 +182,7 @@ def traded_curve(
 def draw_kept(table: Sequence[dict[str, Any]]):
     """Perplexity and divergence by the share of neurons kept."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(6, 6), layout="constrained")
     perplexity, divergence = figure.subplots(2, 1, sharex=True)
@@ -189,9 +190,12 @@ def draw_kept(table: Sequence[dict[str, Any]]):
     perplexity.plot(x, [row["perplexity"] for row in table], marker="o")
     perplexity.axhline(dense, color="black", linestyle=":", label=f"dense, {dense:.3f}")
     perplexity.set(ylabel="perplexity", yscale="log", xscale="log")
+    for which in ("major", "minor"):  # 24, not 2.4 x 10^1
+        getattr(perplexity.yaxis, f"set_{which}_formatter")(LogFormatter(minor_thresholds=(2, 0.5)))
     perplexity.legend()
     divergence.plot(x[:-1], [row["kl_mean"] for row in table[:-1]], marker="o")
     divergence.set(ylabel="KL divergence from dense, nats", yscale="log")
+    divergence.xaxis.set_major_formatter("{x:g}")
     divergence.set_xlabel("neurons kept of each layer, those with the largest contributions, %")
     return figure
 
@@ -208,6 +212,8 @@ def draw_recall(curves: Sequence[Curve]):
         axes.plot(100 * curve.density, 100 * curve.recall, color=color, label=f"layer {curve.layer}")
         axes.plot(100 * curve.now[1], 100 * curve.now[0], color=color, marker="o")
     axes.set(xlabel="neurons marked, %", ylabel="active neurons found (recall), %", xscale="log")
+    axes.set_xlim(0.1, 110)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(fontsize="small", ncols=1 + len(curves) // 12)
     axes.grid(alpha=0.3)
     return figure
@@ -267,6 +273,7 @@ def main(argv: list[str]) -> None:
                 f"token {row['top1_agreement']:.2%}"
                 + (f", marked {row['density']:.2%}" if "density" in row else ""),
                 highlight=False,
+                soft_wrap=True,
             )
     console.print(f"in {folder}", highlight=False)
 
