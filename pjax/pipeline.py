@@ -1,6 +1,6 @@
 """The stages in order, each taken from the workdir if it is there and was made from the same things.
 
-checkpoint, hardware -> profile -> placement, predictors -> quality -> speed -> report
+checkpoint, hardware -> profile -> predictors -> placement -> quality -> speed -> report
 """
 
 import array
@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from pjax.base import (
-    MODES,
     VERSION,
     ActivationStats,
     HardwareSpec,
@@ -24,29 +23,18 @@ from pjax.base import (
     SayFn,
 )
 from pjax.chat import encode_chat
-from pjax.executor import OneProgram, TwoPrograms, check_mode, make_executor, measure_overlap, on_host
+from pjax.executor import check_mode, on_host
 from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_texts
 from pjax.imported import Imports, import_placement
+from pjax.measure import quality_stage, speed_stage
 from pjax.model import Decoder
 from pjax.placement import explain_placement, solve_placement
-from pjax.plan import MemoryPlan, make_plan
+from pjax.plan import Planned, make_plan
 from pjax.predictor_stages import run_predictors
 from pjax.profiler import collect_stats
-from pjax.quality import Quality, chunks, measure_quality
-from pjax.report import (
-    decode_part,
-    executor_part,
-    hardware_part,
-    model_part,
-    placement_part,
-    predictor_part,
-    profile_part,
-    quality_part,
-    speed_part,
-)
-from pjax.sampling import greedy
+from pjax.quality import chunks
+from pjax.report import hardware_part, model_part, placement_part, predictor_part, profile_part
 from pjax.settings import Settings
-from pjax.speed import measure_ffn, measure_speed
 from pjax.stages import StageFn, Stages
 from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.textio import encode_prompts
@@ -67,9 +55,6 @@ PROFILE_SEQ = 512
 SPEED_PROMPT = 64
 """Tokens of the prompt that speed is measured after; PowerInfer's plots use 64 too."""
 
-SPEED_CAPACITY = 512
-"""Of the KV cache while a split step is timed: the next bucket after the prompt and the timed steps."""
-
 
 class Prepared(NamedTuple):
     """A model with all that was found out about it.
@@ -80,7 +65,7 @@ class Prepared(NamedTuple):
         prompt: as `generate` takes it.
         mode: that `mode=None` stands for.
         simulated: whether the hardware is.
-        predictors, placement: None for a model whose activation is not sparse.
+        stats, predictors, placement: None for a model whose activation is not sparse.
         report: see `report`, without its key `text`.
     """
 
@@ -89,6 +74,7 @@ class Prepared(NamedTuple):
     prompt: str | list[int]
     mode: Mode
     simulated: bool
+    stats: ActivationStats | None
     predictors: Predictors | None
     placement: Placement | None
     report: dict[str, Any]
@@ -112,6 +98,100 @@ def profile_rows(ids: np.ndarray, context: int) -> np.ndarray:
     return ids[: len(ids) // seq * seq].reshape(-1, seq)
 
 
+class Opened(NamedTuple):
+    """A model before any work is done with it.
+
+    Attributes:
+        stages: of the workdir.
+        planned: the machine, what is imported, what goes where.
+        model: the decoder.
+        tokenizer: of the model.
+        quality_rows: int32 [chunks, seq], what the modes are scored on.
+        made_from: fingerprint of the model and the versions.
+        unsaved: origin of the weights if they are not yet in the workdir.
+    """
+
+    stages: Stages
+    planned: Planned
+    model: Decoder
+    tokenizer: Any
+    quality_rows: np.ndarray
+    made_from: str
+    unsaved: str | None
+
+
+class Fitted(NamedTuple):
+    """What is fitted to a model's activations; None for one whose activation is not sparse.
+
+    Attributes:
+        stats: how often each neuron is active.
+        predictors: of mode "predicted".
+        made_from: fingerprint of all of it, the model's own without them.
+    """
+
+    stats: ActivationStats | None
+    predictors: Predictors | None
+    made_from: str
+
+
+def open_model(settings: Settings, workdir: Path, stage_fn: StageFn, *, verify: bool = False) -> Opened:
+    """Loads the model, and refuses what would fail after the work.
+
+    Args:
+        settings: what to do.
+        workdir: is made if it is not there.
+        stage_fn: see `StageFn`.
+        verify: hash every byte of the weights, and compare with the last time this was asked for.
+
+    Raises:
+        ValueError, FileNotFoundError: the model, the texts or a setting are not usable.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    stages = Stages(workdir, stage_fn)
+    checkpoint = read_checkpoint(settings.model, activation=settings.activation)
+    planned = make_plan(settings, checkpoint, stages)
+    stage_fn("load")
+    origin = weights_origin(checkpoint, settings.dtype)
+    with on_host():
+        kept = load_weights(workdir / WEIGHTS_FILE, checkpoint.config, origin)
+        model = load_checkpoint(checkpoint, dtype=settings.dtype) if kept is None else kept
+    tokenizer = load_tokenizer(settings.model)
+    if settings.mode is not None and not model.config.is_sparse:
+        check_mode(settings.mode, model.config, None)
+    quality_rows = _quality_rows(settings, model, tokenizer)
+    made_from = fingerprint(VERSION, jax.__version__, model_fingerprint(model))
+    if verify:
+        _verify(stages, model, made_from)
+    unsaved = origin if kept is None else None
+    return Opened(stages, planned, model, tokenizer, quality_rows, made_from, unsaved)
+
+
+def fit(settings: Settings, opened: Opened, say_fn: SayFn = lambda line: None) -> Fitted:
+    """Profiles the model and fits its predictors, or takes both from the workdir.
+
+    Args:
+        settings: what to do.
+        opened: the model.
+        say_fn: told what the stages find out on their way.
+
+    Raises:
+        ValueError, FileNotFoundError: the text or the imported files are not usable.
+    """
+    stages, model, (hardware, imports, *_) = opened.stages, opened.model, opened.planned
+    if opened.unsaved is not None:
+        save_weights(stages.workdir / WEIGHTS_FILE, model, opened.unsaved)
+    if not model.config.is_sparse:
+        return Fitted(None, None, opened.made_from)
+    ids = encode_text(opened.tokenizer, settings.profile.text, settings.profile.num_tokens)
+    rows = profile_rows(ids, model.config.context)
+    made_from = fingerprint(opened.made_from, rows)
+    stats = _stats(stages, imports, model, rows, made_from)
+    predictors, made_from = run_predictors(
+        stages, settings, imports, model, hardware, rows, made_from, say_fn
+    )
+    return Fitted(stats, predictors, made_from)
+
+
 def prepare(
     settings: Settings,
     workdir: Path,
@@ -126,74 +206,43 @@ def prepare(
         settings: what to do.
         workdir: is made if it is not there.
         stage_fn: see `StageFn`.
-        verify: hash every byte of the weights, and compare with the last time this was asked for.
-        say_fn: told what the stages find out on their way.
+        verify: see `open_model`.
+        say_fn: see `fit`.
 
     Raises:
         ValueError, FileNotFoundError: from the stages, about their inputs.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
-    stages = Stages(workdir, stage_fn)
-    checkpoint = read_checkpoint(settings.model, activation=settings.activation)
-    hardware, imports, memory, dtypes = make_plan(settings, checkpoint, stages)
-    stage_fn("load")
-    origin = weights_origin(checkpoint, settings.dtype)
-    with on_host():
-        kept = load_weights(workdir / WEIGHTS_FILE, checkpoint.config, origin)
-        model = load_checkpoint(checkpoint, dtype=settings.dtype) if kept is None else kept
-    tokenizer = load_tokenizer(settings.model)
-    # What would fail at the end is refused before the work.
+    opened = open_model(settings, workdir, stage_fn, verify=verify)
+    stages, model, tokenizer = opened.stages, opened.model, opened.tokenizer
+    hardware, imports, memory, dtypes = opened.planned
     prompt = settings.prompt
     if settings.chat:
         prompt = encode_chat([{"role": "user", "content": settings.prompt}], tokenizer)
     encode_prompts(prompt, tokenizer, model.config)
-    if settings.mode is not None and not model.config.is_sparse:
-        check_mode(settings.mode, model.config, None)
-    quality_rows = _quality_rows(settings, model, tokenizer)
-    if kept is None:
-        save_weights(workdir / WEIGHTS_FILE, model, origin)
-    made_from = fingerprint(VERSION, jax.__version__, model_fingerprint(model))
-    if verify:
-        _verify(stages, model, made_from)
-    stats = predictors = placement = None
-    if model.config.is_sparse:
-        ids = encode_text(tokenizer, settings.profile.text, settings.profile.num_tokens)
-        rows = profile_rows(ids, model.config.context)
-        made_from = fingerprint(made_from, rows)
-        stats = _stats(stages, imports, model, rows, made_from)
+    stats, predictors, made_from = fit(settings, opened, say_fn)
+    report: dict[str, Any] = {"model": model_part(model), "profile": None, "predictor": None}
+    report |= {"hardware": hardware_part(hardware), "placement": None}
+    placement = None
+    if stats and predictors:
         limits = {"device_bytes": memory.hot, "dtype": dtypes}
         placement = _placement(stages, settings, imports, model, stats, hardware, limits)
-        predictors, made_from = run_predictors(
-            stages, settings, imports, model, hardware, rows, made_from, say_fn
-        )
-    sources = imports.sources
-    report: dict[str, Any] = {
-        "model": model_part(model),
-        "profile": profile_part(stats, sources["profile"]) if stats else None,
-        "predictor": predictor_part(predictors, settings.predictor.kind, sources["predictor"])
-        if predictors
-        else None,
-        "hardware": hardware_part(hardware),
-        "placement": placement_part(
-            placement,
-            sources["placement"],
-            explain_placement(placement, stats, model.config, hardware, dtype=dtypes),
-            memory,
-        )
-        if stats and placement
-        else None,
-    }
-    report["quality"] = _quality(stages, settings, model, quality_rows, predictors, made_from)
+        explained = explain_placement(placement, stats, model.config, hardware, dtype=dtypes)
+        sources = imports.sources
+        report |= {
+            "profile": profile_part(stats, sources["profile"]),
+            "predictor": predictor_part(predictors, settings.predictor.kind, sources["predictor"]),
+            "placement": placement_part(placement, sources["placement"], explained, memory),
+        }
+    report["quality"] = quality_stage(
+        stages, settings.quality, model, opened.quality_rows, predictors, made_from
+    )
     passed = report["quality"]["guard"] == "passed"
     mode: Mode = "dense" if not model.config.is_sparse else "predicted" if passed else "exact"
     timed = encode_text(tokenizer, settings.quality.text, SPEED_PROMPT)
     simulated = hardware.source == "simulated"
-    hot_mask = np.concatenate(placement.hot_mask) if placement else None
-    devices, counted = list(map(str, jax.local_devices())), stages.made_from.get("profile")
-    made_from = fingerprint(made_from, timed, counted, hot_mask, simulated, devices)
-    report |= _speed(stages, model, predictors, stats, placement, simulated, memory, timed, made_from)
+    report |= speed_stage(stages, model, predictors, stats, placement, simulated, memory, timed, made_from)
     _write_manifest(stages, settings, model, mode)
-    return Prepared(model, tokenizer, prompt, mode, simulated, predictors, placement, report)
+    return Prepared(model, tokenizer, prompt, mode, simulated, stats, predictors, placement, report)
 
 
 def _verify(stages: Stages, model: Decoder, made_from: str) -> None:
@@ -267,75 +316,3 @@ def _quality_rows(settings: Settings, model: Decoder, tokenizer: Any) -> np.ndar
         return chunks(ids, model.config.context, model.config.bos_id)
     except ValueError as error:
         raise ValueError(f"quality.{error}") from error
-
-
-def _quality(
-    stages: Stages,
-    settings: Settings,
-    model: Decoder,
-    rows: np.ndarray,
-    predictors: Predictors | None,
-    made_from: str,
-) -> dict[str, Any]:
-    modes: tuple[Mode, ...] = MODES if model.config.is_sparse else ("dense",)
-
-    def make(progress_fn: ProgressFn) -> Artefact:
-        quality = measure_quality(model, rows, modes, predictors=predictors, progress_fn=progress_fn)
-        return Artefact({}, quality._asdict())
-
-    record = stages.run("quality", fingerprint(made_from, rows), make).record
-    return quality_part(Quality(**record), modes, settings.quality.max_perplexity_rise)
-
-
-def _speed(
-    stages: Stages,
-    model: Decoder,
-    predictors: Predictors | None,
-    stats: ActivationStats | None,
-    placement: Placement | None,
-    simulated: bool,
-    memory: MemoryPlan,
-    prompt: np.ndarray,
-    made_from: str,
-) -> dict[str, Any]:
-    """The report's `executor`, `decode` and `speed`; on simulated hardware speed is that of the real CPU."""
-    modes: tuple[Mode, ...] = MODES if predictors else ("dense",)
-
-    def make(progress_fn: ProgressFn) -> Artefact:
-        executors = {
-            mode: OneProgram(model, mode=mode, predictors=predictors)
-            if simulated
-            else make_executor(model, placement, mode=mode, predictors=predictors)
-            for mode in modes
-        }
-        speed = measure_speed(executors, prompt)
-        split = make_executor(model, placement, mode=modes[-1], predictors=predictors, simulated=simulated)
-        if isinstance(split, TwoPrograms) and placement:
-            _check_allocation(split, memory, placement)
-        shown = prompt[: speed.prompt_tokens]
-        overlap = None
-        if not isinstance(split, OneProgram):
-            lengths = np.array([len(shown)], np.int32)
-            state = split.prefill(
-                shown[None], lengths, capacity=SPEED_CAPACITY, sample_fn=greedy, sampler=None
-            )
-            overlap = measure_overlap(split, state, greedy)
-        times = measure_ffn(model, predictors, shown) if predictors else None
-        record = {
-            "executor": executor_part(split, simulated, stats, placement, overlap),
-            "speed": speed_part(speed),
-            "decode": decode_part(model, speed, times, predictors) if predictors and times else None,
-        }
-        return Artefact({}, record)
-
-    return stages.run("speed", made_from, make).record
-
-
-def _check_allocation(split: TwoPrograms, memory: MemoryPlan, placement: Placement) -> None:
-    """What was planned is what the device got, to the byte or less."""
-    planned = memory.predictors + memory.attention + memory.ends + placement.device_bytes
-    if split.device_bytes > planned:
-        raise RuntimeError(
-            f"the device holds {split.device_bytes} bytes of weights, not the {planned} that were planned; "
-            "please report this"
-        )

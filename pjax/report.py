@@ -1,4 +1,4 @@
-"""Puts what the stages found into one JSON object, `report.json`, and one table.
+"""Puts what the stages found into one JSON object, `report.json`.
 
 Its keys, null where a mode does not apply, with lists of one entry a layer:
 
@@ -12,7 +12,9 @@ Its keys, null where a mode does not apply, with lists of one entry a layer:
     placement   source (solved, or a path), status, objective, bound, hot_neurons (list), device_bytes,
                 budget_bytes, solve_s; goal (impact or latency), gap, next_gib (what one more GiB would add to
                 the objective); expected of a step's FFNs: step_s, all_cold_s, per_layer; memory (the plan)
-    quality     perplexity of each mode; top1_agreement and kl_mean of predicted against dense; guard
+    quality     perplexity of each mode; of predicted against dense: top1_agreement, kl_mean, guard (passed
+                or failed), faults (why it failed) and worst_layers (by relative output error); tokens; modes:
+                for each mode perplexity, error, rise, rise_error, kl_mean, top1_agreement, layer_error
     executor    kind, devices, simulated, neuron_load_share, syncs_per_layer; of a split step: step_s,
                 device_s and host_s (its halves alone), timeline
     speed       tokens_per_s of each mode, prefill_tokens_per_s, first_token_s, prompt_tokens
@@ -22,22 +24,20 @@ Its keys, null where a mode does not apply, with lists of one entry a layer:
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from rich import box
-from rich.table import Table
 
-from pjax.base import MODES, ActivationStats, HardwareSpec, Mode, Placement, Predictors
+from pjax.base import MODES, ActivationStats, HardwareSpec, Placement, Predictors
 from pjax.executor import OneProgram, Overlap, TwoPrograms
 from pjax.model import Decoder
 from pjax.placement import Explanation
-from pjax.plan import MemoryPlan, plan_rows
+from pjax.plan import MemoryPlan
 from pjax.profiler import hot_share
-from pjax.quality import Quality
+from pjax.quality import Quality, guard_faults, worst_layers
+from pjax.settings import QualitySettings
 from pjax.speed import FfnTimes, Speed, bytes_per_token
 
 
@@ -121,17 +121,30 @@ def neuron_load_share(stats: ActivationStats, placement: Placement) -> float:
     return hot / max(1, sum(int(c.sum()) for c in stats.counts))
 
 
-def quality_part(quality: Quality, modes: tuple[Mode, ...], max_perplexity_rise: float) -> dict[str, Any]:
-    """The `quality` key of the report; the guard fails if the last mode's perplexity rose by more."""
-    sparse = len(modes) > 1
-    passed = quality.perplexity[modes[-1]] <= quality.perplexity["dense"] * (1 + max_perplexity_rise)
-    return {
-        **{f"perplexity_{mode}": quality.perplexity.get(mode) for mode in MODES},
-        "top1_agreement": quality.top1_agreement if sparse else None,
-        "kl_mean": quality.kl_mean if sparse else None,
+def quality_part(
+    quality: Quality, layer_error: dict[str, list[float]], settings: QualitySettings
+) -> dict[str, Any]:
+    """The `quality` key of the report.
+
+    Args:
+        quality: of the modes.
+        layer_error: for each mode but dense, one error a layer, see `measure_layer_errors`.
+        settings: what the guard allows.
+    """
+    modes = {mode: way._asdict() for mode, way in quality.modes.items()}
+    part: dict[str, Any] = {
+        **{f"perplexity_{mode}": modes[mode]["perplexity"] if mode in modes else None for mode in MODES},
+        **dict.fromkeys(("top1_agreement", "kl_mean", "guard", "faults", "worst_layers")),
         "tokens": quality.tokens,
-        "guard": ("passed" if passed else "failed") if sparse else None,
+        "modes": {mode: values | {"layer_error": layer_error.get(mode)} for mode, values in modes.items()},
     }
+    if "predicted" in modes:
+        allowed = {"max_perplexity_rise": settings.max_perplexity_rise, "max_kl": settings.max_kl}
+        faults = guard_faults(quality, **allowed)
+        part |= {name: modes["predicted"][name] for name in ("top1_agreement", "kl_mean")}
+        part |= {"guard": "failed" if faults else "passed", "faults": faults}
+        part["worst_layers"] = worst_layers(layer_error["predicted"])
+    return part
 
 
 def executor_part(
@@ -173,93 +186,3 @@ def decode_part(model: Decoder, speed: Speed, times: FfnTimes, predictors: Predi
         **dict(zip(("rows_predicted", "rows_computed", "rows_active"), rows, strict=True)),
         "bytes_per_token": bytes_per_token(model, rows, predictors, speed.prompt_tokens),
     }
-
-
-def summary_table(report: dict[str, Any]) -> Table:
-    """The report's main figures, a row each."""
-    table = Table(box=box.SIMPLE_HEAD, title=f"{report['model']['name']}, {report['model']['layers']} layers")
-    for column in ("", *MODES):
-        table.add_column(column, justify="left" if not column else "right")
-
-    def row(name: str, values: list[float | None], form: str) -> None:
-        table.add_row(name, *("-" if value is None else form.format(value) for value in values))
-
-    quality, speed, predictor = report["quality"], report["speed"], report["predictor"]
-    profile, placement, executor = report["profile"], report["placement"], report["executor"]
-    row("perplexity", [quality[f"perplexity_{mode}"] for mode in MODES], "{:.3f}")
-    row("tokens/s", [speed[f"{mode}_tokens_per_s"] for mode in MODES], "{:,.0f}")
-    if profile:
-        row("neurons used", [1.0, profile["density_mean"], predictor["density_mean"]], "{:.1%}")
-        row("recall", [None, None, predictor["recall_mean"]], "{:.1%}")
-        hot, neurons = sum(placement["hot_neurons"]), sum(report["model"]["neurons"])
-        simulated = ", simulated hardware" if report["hardware"]["source"] == "simulated" else ""
-        table.caption = (
-            f"placement {placement['status']}: {hot:,} of {neurons:,} neurons hot, "
-            f"serving {executor['neuron_load_share']:.1%} of the activations "
-            f"({report['hardware']['name']}{simulated}); guard {quality['guard']}"
-        )
-    return table
-
-
-def plan_table(plan: MemoryPlan, hardware: HardwareSpec) -> Table:
-    """What goes where, a row each."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{hardware.name} ({hardware.source})",
-        caption=None if plan.budget else "no device memory: everything runs on the host",
-    )
-    for column in ("", "device", "host"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, *sizes in plan_rows(plan, hardware):
-        if name == "together":
-            table.add_section()
-        table.add_row(name, *(f"{size / 2**20:,.1f} MiB" if size else "-" for size in sizes))
-    return table
-
-
-def layer_table(placement: dict[str, Any]) -> Table:
-    """A placement layer by layer, from the report's key."""
-    table = Table(box=box.SIMPLE_HEAD, title=f"placement by {placement['goal']}")
-    for column in ("layer", "hot", "of", "activations", "device us", "host us", "no more because of"):
-        table.add_column(column, justify="right")
-    for index, layer in enumerate(placement["per_layer"]):
-        times = (f"{1e6 * layer[key]:.1f}" for key in ("device_s", "host_s"))
-        share, limit = f"{layer['share']:.1%}", layer["limit"] or "-"
-        table.add_row(str(index), f"{layer['hot']:,}", f"{layer['neurons']:,}", share, *times, limit)
-    step, cold = (f"{1e6 * placement[key]:,.1f} us" for key in ("step_s", "all_cold_s"))
-    more = placement["next_gib"]
-    gain = (
-        f"{1e6 * more:,.1f} us less" if placement["goal"] == "latency" else f"{more:,.1f} more active neurons"
-    )
-    table.caption = (
-        f"FFNs of a step: {step} expected, {cold} with all neurons on the host; one more GiB: {gain}"
-    )
-    return table
-
-
-def draw_placement(placement: dict[str, Any], path: Path) -> bool:
-    """Draws what each layer has and needs, from the report's key; False without matplotlib (`pjax[plots]`).
-
-    Args:
-        placement: the report's key.
-        path: of the picture, .png or .svg.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    layers = placement["per_layer"]
-    x = np.arange(len(layers))
-    figure = Figure(figsize=(max(6.0, 0.2 * len(layers)), 6), layout="constrained")
-    shares, times = figure.subplots(2, 1, sharex=True)
-    shares.bar(x - 0.2, [100 * layer["hot"] / layer["neurons"] for layer in layers], 0.4, label="neurons")
-    shares.bar(x + 0.2, [100 * layer["share"] for layer in layers], 0.4, label="activations")
-    shares.set_ylabel("on the device, %")
-    times.bar(x - 0.2, [1e6 * layer["device_s"] for layer in layers], 0.4, label="device")
-    times.bar(x + 0.2, [1e6 * layer["host_s"] for layer in layers], 0.4, label="host")
-    times.set_ylabel("expected time, us")
-    times.set_xlabel("layer")
-    for axes in (shares, times):
-        axes.legend()
-    figure.savefig(path)
-    return True

@@ -91,11 +91,13 @@ class QualitySettings:
         text: to score; as `ProfileSettings.text`, or "stdlib:evaluation".
         num_tokens: at most so many of it.
         max_perplexity_rise: of predicted over dense, as a fraction.
+        max_kl: mean divergence of predicted from dense, in nats; a perplexity 2 % higher is 0.02 nats, too.
     """
 
     text: str = "stdlib:evaluation"
     num_tokens: int = 16384
     max_perplexity_rise: float = 0.02
+    max_kl: float = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +153,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "placement.time_limit_s": (1e-3, 1e6),
     "quality.num_tokens": (2, 1e12),
     "quality.max_perplexity_rise": (0.0, 1e6),
+    "quality.max_kl": (0.0, 1e6),
     "seed": (0, 2**63 - 1),
 }
 """Keys with a range; those of `generate` are checked where they are used."""

@@ -168,7 +168,7 @@ def settings_of(files, tmp_path, **parts):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 40)
     profile = {"text": str(text), "num_tokens": 1024, **parts.pop("profile", {})}
-    quality = {"text": str(text), "num_tokens": 256, "max_perplexity_rise": 1e6}
+    quality = {"text": str(text), "num_tokens": 256, "max_perplexity_rise": 1e6, "max_kl": 1e6}
     values = {"model": str(files.model), "prompt": "a fox", "hardware": "demo", "seed": 3}
     return make_settings(values | {"profile": profile, "quality": quality} | parts)
 
@@ -205,7 +205,7 @@ def test_everything_brought_along_runs(files, tmp_path):
 
     settings, workdir = settings_of(files, tmp_path, **paths), tmp_path / "work"
     prepared = prepare(settings, workdir, stage_fn)
-    assert stages == ["load", "profile", "placement", "predictors", "quality", "speed"]
+    assert stages == ["load", "profile", "predictors", "placement", "quality", "speed"]
     report = prepared.report
     for part, path in (("profile", "profile"), ("predictor", "predictor"), ("placement", "placement")):
         assert report[part]["source"] == paths[path]["path"]

@@ -48,9 +48,18 @@ FLOORS = {
     "speed": 5,
     "report": 5,
     "predictor_stages": 5,
+    "tables": 5,
+    "pictures": 5,
+    "page": 5,
+    "likelihood": 5,
+    "measure": 6,
     "pipeline": 6,
     "llm": 6,
+    "cli": 7,
+    "harness": 7,
+    "evaluate": 7,
     "config": 7,
+    "perplexity": 7,
     "run": 7,
 }
 """The floor of each module; those of one floor do not import each other, save where SAME_FLOOR says."""
@@ -73,19 +82,26 @@ SAME_FLOOR = {
     ("training", "streaming"),
     ("report", "quality"),
     ("report", "speed"),
+    ("page", "pictures"),
+    ("likelihood", "quality"),
+    ("pipeline", "measure"),
+    ("perplexity", "cli"),
+    ("evaluate", "harness"),
+    ("run", "cli"),
 }
 
 ONLY_IN = {
     "mip": {"placement"},
-    "jinja2": {"chat"},
+    "jinja2": {"chat", "page"},
     "tokenizers": {"formats"},
     "sentencepiece": {"formats"},
     "optax": {"fit"},
     "orbax": {"checkpoints"},
     "ctypes": {"ops"},
-    "matplotlib": {"report"},
-    "absl": {"run"},
-    "ml_collections": {"config", "run"},
+    "matplotlib": {"pictures"},
+    "lm_eval": {"evaluate", "harness"},
+    "absl": {"cli", "perplexity", "run"},
+    "ml_collections": {"cli", "config"},
 }
 """Packages that only the named modules may import."""
 

@@ -1,19 +1,24 @@
 """The parts of the report against numpy, and the table for a sparse and for a dense-only model."""
 
+import base64
 import dataclasses
-import importlib.util
+import html.parser
 import io
 import json
 import sys
+import xml.etree.ElementTree
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from pjax import report
+from pjax import page, pictures, report, tables
 from pjax.base import ActivationStats, HardwareSpec, Placement
 from pjax.placement import explain_placement
 from pjax.plan import MemoryPlan
+from pjax.quality import Quality, WayQuality
+from pjax.settings import QualitySettings
+from pjax.speed import Speed
 from tests.tiny_model import tiny_config, tiny_decoder, tiny_predictors
 
 STATS = ActivationStats((np.array([8, 1, 1, 0]), np.array([5, 5, 0, 0, 0, 10])), 10)
@@ -139,8 +144,57 @@ def text_of(table) -> str:
 
 def rendered(values: dict) -> list[list[str]]:
     """The table's lines, each split at its gaps."""
-    lines = text_of(report.summary_table(values)).splitlines()
+    lines = text_of(tables.summary_table(values)).splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+DENSE = WayQuality(20.0, 0.5, 0.0, 0.0, 0.0, 1.0)
+PREDICTED = WayQuality(21.0, 0.5, 0.05, 0.01, 0.125, 0.75)
+ERRORS = {"exact": [1e-7, 2e-7], "predicted": [0.25, 0.5]}
+
+
+def test_quality_part_of_a_model_that_fails_the_guard():
+    modes = {"dense": DENSE, "exact": DENSE, "predicted": PREDICTED}
+    part = report.quality_part(Quality(modes, 64), ERRORS, QualitySettings())
+    faults = part.pop("faults")
+    assert part == {
+        "perplexity_dense": 20.0, "perplexity_exact": 20.0, "perplexity_predicted": 21.0,
+        "top1_agreement": 0.75, "kl_mean": 0.125, "tokens": 64, "guard": "failed", "worst_layers": [1, 0],
+        "modes": {
+            "dense": DENSE._asdict() | {"layer_error": None},
+            "exact": DENSE._asdict() | {"layer_error": [1e-7, 2e-7]},
+            "predicted": PREDICTED._asdict() | {"layer_error": [0.25, 0.5]},
+        },
+    }  # fmt: skip
+    warning = tables.guard_warning(part | {"faults": faults})
+    assert warning is not None and "5.0% above" in warning and "0.125 nats" in warning
+    assert "1 (50.0%), 0 (25.0%)" in warning and "falls back to exact" in warning
+
+
+def test_quality_part_that_passes_and_of_a_model_without_zeros():
+    modes = {"dense": DENSE, "exact": DENSE, "predicted": PREDICTED}
+    lenient = QualitySettings(max_perplexity_rise=0.06, max_kl=0.2)
+    part = report.quality_part(Quality(modes, 64), ERRORS, lenient)
+    assert (part["guard"], part["faults"]) == ("passed", [])
+    assert tables.guard_warning(part) is None
+    part = report.quality_part(Quality({"dense": DENSE}, 64), {}, QualitySettings())
+    assert part["perplexity_dense"] == 20.0
+    for name in ("perplexity_exact", "kl_mean", "top1_agreement", "guard", "faults", "worst_layers"):
+        assert part[name] is None
+    assert tables.guard_warning(part) is None
+
+
+def test_decode_line():
+    decode = {
+        "predictor_s": 1.5e-3, "ffn_s": 2.5e-4, "rows_predicted": 1234.4, "rows_computed": 60.0,
+        "rows_active": 59.6, "bytes_per_token": 7_250_000,
+    }  # fmt: skip
+    values = {"model": {"neurons": [4000, 2144]}}
+    assert tables.decode_line(values | {"decode": decode}) == (
+        "mode predicted, a token: predictors 1.500 ms, FFNs 0.250 ms; of 6,144 rows 1,234 predicted, "
+        "60 computed, 60 active; 7.2 MB read"
+    )
+    assert tables.decode_line(values | {"decode": None}) is None
 
 
 def test_report_is_strict_json():
@@ -163,21 +217,150 @@ def test_table_of_a_sparse_model():
 
 
 def test_layers_and_plan_are_tables():
-    lines = [line.split() for line in text_of(report.layer_table(placement_part())).splitlines()]
+    lines = [line.split() for line in text_of(tables.layer_table(placement_part())).splitlines()]
     assert ["0", "2", "4", "80.0%", "156800000.0", "39200000.0", "budget"] in lines
     assert ["1", "2", "6", "75.0%", "294000000.0", "98000000.0", "minimum"] in lines
-    plan = [line.split() for line in text_of(report.plan_table(MEMORY, HARDWARE)).splitlines()]
+    plan = [line.split() for line in text_of(tables.plan_table(MEMORY, HARDWARE)).splitlines()]
     assert ["predictors", "0.0", "MiB", "-"] in plan and ["together", "0.0", "MiB", "0.0", "MiB"] in plan
-    assert "everything runs on the host" in text_of(report.plan_table(MEMORY._replace(budget=0), HARDWARE))
+    assert "everything runs on the host" in text_of(tables.plan_table(MEMORY._replace(budget=0), HARDWARE))
 
 
-def test_a_picture_where_matplotlib_is_and_none_where_it_is_not(tmp_path, monkeypatch):
-    if importlib.util.find_spec("matplotlib"):
-        assert report.draw_placement(placement_part(), tmp_path / "placement.png")
-        assert (tmp_path / "placement.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not report.draw_placement(placement_part(), tmp_path / "other.png")
-    assert not (tmp_path / "other.png").exists()
+needs_matplotlib = pytest.mark.skipif(not pictures.can_draw(), reason="matplotlib is not installed")
+
+
+def page_report(**changes) -> dict:
+    """A report with all that a page shows."""
+    modes = {"dense": DENSE, "exact": DENSE, "predicted": PREDICTED}
+    speed = Speed({"dense": 1000.0, "exact": 2000.0, "predicted": 3000.5}, 500.0, 0.125, {}, 64)
+    return sparse_report() | {
+        "quality": report.quality_part(Quality(modes, 64), ERRORS, QualitySettings()),
+        "speed": report.speed_part(speed),
+        "executor": {
+            "kind": "one program", "devices": ["cpu:0"], "simulated": False, "neuron_load_share": 23 / 30
+        },
+        "decode": {
+            "predictor_s": 1.5e-3, "ffn_s": 2.5e-4, "rows_predicted": 1234.4, "rows_computed": 60.0,
+            "rows_active": 59.6, "bytes_per_token": 7_250_000,
+        },
+        "text": "x < y",
+    } | changes  # fmt: skip
+
+
+class Page(html.parser.HTMLParser):
+    """The text of a page's cells by row, its images, and every tag and address in it."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.rows, self.tags, self.links, self.images, self.text = [], [], [], {}, ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.tags.append(tag)
+        self.links += [values[name] for name in ("src", "href") if name in values]
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "img":
+            self.images[values["alt"]] = base64.b64decode(values["src"].split(",")[1]).decode()
+
+    def handle_data(self, data):
+        self.text += data
+        if self.tags and self.tags[-1] in ("td", "th") and data.strip():
+            self.rows[-1].append(data.strip())
+
+    def handle_endtag(self, tag):
+        self.tags.append("/" + tag)
+
+
+def test_page_has_every_figure_of_the_report():
+    shown = Page(page.report_page(page_report(), STATS))
+    assert ["predicted", "21.000", "0.500", "5.000%", "1.000%", "0.125000", "75.00%"] in shown.rows
+    assert ["tokens/s, batch 1", "1,000.0", "2,000.0", "3,000.5"] in shown.rows
+    assert ["rows predicted", "1,234.4"] in shown.rows and ["predictors, ms", "1.500"] in shown.rows
+    layer = next(row for row in shown.rows if row[:2] == ["1", "6"])
+    assert layer[2:] == [
+        "10.0%",
+        "20.0%",
+        "90.0%",
+        "80.0%",
+        "3",
+        "0.5",
+        "101",
+        "50.00%",
+        "2",
+        "75.0%",
+        "minimum",
+    ]
+    assert "5.0% above that of dense" in shown.text and "x < y" in shown.text
+    assert "40.0% of the neurons make 80 % of the activations" in shown.text
+
+
+def test_page_opens_offline_and_escapes_every_text():
+    values = page_report(text="<script>alert(1)</script>")
+    values["model"] |= {"name": "<b>&$a_b$", "family": "<i>"}
+    values["hardware"] = {"name": "</style>", "source": '"<u>'}
+    values["predictor"] |= {"source": "<em>"}
+    text = page.report_page(values, STATS)
+    shown = Page(text)
+    assert not {"script", "b", "i", "u", "em", "link"} & set(shown.tags)
+    assert "<b>&$a_b$" in shown.text and "<script>alert(1)</script>" in shown.text
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in shown.links)
+    assert "url(http" not in text and "@import" not in text
+
+
+@needs_matplotlib
+def test_page_has_every_picture_twice_the_same():
+    text = page.report_page(page_report(), STATS)
+    images = Page(text).images
+    assert set(images) == set(page.CAPTIONS.values())
+    for svg in images.values():
+        assert xml.etree.ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    assert page.report_page(page_report(), STATS) == text
+
+
+def test_page_without_matplotlib_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    shown = Page(page.report_page(page_report(), STATS))
+    assert shown.images == {} and "pip install 'pjax[plots]'" in shown.text
+    assert ["tokens/s, batch 1", "1,000.0", "2,000.0", "3,000.5"] in shown.rows
+
+
+def test_page_of_a_model_without_zeros_and_of_a_layer_without_a_predictor():
+    values = page_report() | {"profile": None, "predictor": None, "placement": None, "decode": None}
+    values["quality"] = report.quality_part(Quality({"dense": DENSE}, 64), {}, QualitySettings())
+    values["speed"] = report.speed_part(Speed({"dense": 1000.0}, 500.0, 0.125, {}, 64))
+    shown = Page(page.report_page(values, None))
+    assert ["tokens/s, batch 1", "1,000.0", "-", "-"] in shown.rows and shown.images == {}
+    assert "Predictors" not in shown.text and "guard" not in shown.text
+    values = page_report()
+    values["predictor"]["per_layer"][0] = None
+    shown = Page(page.report_page(values, STATS))
+    assert next(row for row in shown.rows if row[:2] == ["0", "4"])[2:9] == ["-"] * 7
+
+
+@needs_matplotlib
+def test_pictures_show_the_numbers():
+    figures = pictures.draw_all(page_report(), STATS)
+    assert list(figures) == ["density", "activations", "predictors", "errors", "placement"]
+    bars = [bar.get_height() for bar in figures["density"].axes[0].patches]
+    assert bars == pytest.approx([25.0, 100 * 20 / 60])
+    each, whole = figures["activations"].axes[:2]
+    x, y = each.lines[0].get_data()
+    assert list(x) == [0, 25, 50, 75, 100]
+    np.testing.assert_allclose(y, [0, 80, 90, 100, 100])
+    x, y = whole.lines[0].get_data()
+    np.testing.assert_allclose(y, 100 * np.cumsum([0, 10, 8, 5, 5, 1, 1, 0, 0, 0, 0]) / 30)
+    assert whole.lines[1].get_xdata()[1] == 40.0  # four of ten neurons make 28 of 30 activations
+    for figure in figures.values():
+        panels = [axes for axes in figure.axes if axes.get_ylabel() != "layer"]
+        assert all(axes.get_ylabel() for axes in panels) and panels[-1].get_xlabel()
+    assert figures["errors"].axes[0].patches[1].get_height() == pytest.approx(50.0)
+
+
+@needs_matplotlib
+def test_activations_of_layers_that_were_never_active():
+    silent = ActivationStats((np.zeros(4, int), np.zeros(6, int)), 10)
+    assert pictures.to_svg(pictures.draw_activations(silent)).startswith("<svg")
 
 
 def test_table_of_a_model_without_zeros():

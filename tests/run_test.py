@@ -23,6 +23,7 @@ SMALL = (
     "--config.quality.num_tokens=2048",
     "--config.generate.max_new_tokens=8",
     "--config.quality.max_perplexity_rise=1.0",  # so little text trains poor predictors
+    "--config.quality.max_kl=1.0",
 )
 
 
@@ -67,6 +68,7 @@ def test_it_resumes_and_does_every_other_stage(first):
     assert stages == ["load", "predictors", "thresholds", "quality", "speed"]
     assert text == report["text"] + "\n" and text.startswith(PROMPT)
     assert "simulated" in messages
+    assert "\nmode predicted, a token: predictors " in messages and "MB read\n" in messages
 
 
 def test_the_report_is_whole_and_consistent(first):
@@ -102,6 +104,8 @@ def test_the_workdir_agrees_with_the_report(first, workdir):
     predictors = unpack_thresholds(load(workdir, "thresholds", None), predictors)
     assert not (workdir / "predictors.checkpoints").exists()
     assert [r._asdict() for r in predictors.reports] == report["predictor"]["per_layer"]
+    page = (workdir / "report.html").read_text()
+    assert "<h1>demo</h1>" in page and f"{report['speed']['dense_tokens_per_s']:,.1f}" in page
     placement = unpack_placement(load(workdir, "placement", None), (1024,) * 6)
     assert [int(mask.sum()) for mask in placement.hot_mask] == report["placement"]["hot_neurons"]
 
