@@ -26,7 +26,7 @@ from pjax.pipeline import encode_text, profile_rows
 from pjax.quality import chunks, measure_quality
 from pjax.speed import measure_ffn, measure_speed
 from pjax.storage import load_model
-from pjax.training import layer_costs, train_predictors
+from pjax.training.train import layer_costs, train_predictors
 
 _RECALL = flags.DEFINE_float("recall", 0.95, "Share of the active neurons to mark.")
 _RANKS = flags.DEFINE_multi_integer("rank", [32, 64, 128], "Fixed ranks to compare with.")

@@ -33,10 +33,10 @@ from pjax.model import Decoder, prompt_positions
 from pjax.model_config import Activation
 from pjax.ops import unpack_ffn
 from pjax.ops.reference import dense_ffn
-from pjax.pictures import can_draw
 from pjax.pipeline import encode_text
 from pjax.predictor import predict_scores
 from pjax.quality import BATCH_TOKENS, FfnWay, Quality, chunks, measure_quality, mode_ways
+from pjax.report.pictures import can_draw
 from pjax.weights import PackedFfn
 
 _QUICK = flags.DEFINE_bool("quick", False, "A few points on little text, to see that it runs.")

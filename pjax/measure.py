@@ -10,7 +10,7 @@ from pjax.executor import OneProgram, TwoPrograms, make_executor, measure_overla
 from pjax.model import Decoder
 from pjax.plan import MemoryPlan
 from pjax.quality import Quality, WayQuality, measure_layer_errors, measure_quality, mode_ways
-from pjax.report import decode_part, executor_part, quality_part, speed_part
+from pjax.report.record import decode_part, executor_part, quality_part, speed_part
 from pjax.sampling import greedy
 from pjax.settings import QualitySettings
 from pjax.speed import measure_ffn, measure_speed

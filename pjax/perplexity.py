@@ -21,8 +21,8 @@ from pjax import cli
 from pjax.base import MODES, Mode
 from pjax.pipeline import fit, open_model
 from pjax.quality import Quality, measure_layer_errors, measure_quality, mode_ways
-from pjax.report import quality_part
-from pjax.tables import guard_warning
+from pjax.report.record import quality_part
+from pjax.report.tables import guard_warning
 
 flags.adopt_module_key_flags(cli)
 _TEXT = flags.DEFINE_string("text", None, "The text to score, instead of the config's quality.text.")

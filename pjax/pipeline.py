@@ -33,7 +33,7 @@ from pjax.plan import Planned, make_plan
 from pjax.predictor_stages import run_predictors
 from pjax.profiler import collect_stats
 from pjax.quality import chunks
-from pjax.report import hardware_part, model_part, placement_part, predictor_part, profile_part
+from pjax.report.record import hardware_part, model_part, placement_part, predictor_part, profile_part
 from pjax.settings import Settings
 from pjax.stages import StageFn, Stages
 from pjax.storage import load_checkpoint, model_fingerprint

@@ -11,7 +11,7 @@ from pjax.profiler import measure_predictors
 from pjax.settings import Settings
 from pjax.stages import Stages
 from pjax.thresholds import set_recall, trade_off
-from pjax.training import HELD_OUT, train_predictors
+from pjax.training.train import HELD_OUT, train_predictors
 from pjax.workdir import (
     Artefact,
     fingerprint,

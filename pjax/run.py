@@ -18,14 +18,14 @@ from pjax.base import Mode
 from pjax.executor import make_executor
 from pjax.formats import read_checkpoint
 from pjax.generate import Generation, generate
-from pjax.page import report_page
-from pjax.pictures import can_draw, draw_placement
 from pjax.pipeline import Prepared, prepare
 from pjax.plan import make_plan
+from pjax.report.page import report_page
+from pjax.report.pictures import can_draw, draw_placement
+from pjax.report.tables import decode_line, guard_warning, layer_table, plan_table, summary_table
 from pjax.sampling import check_integer, make_sampler
 from pjax.settings import Settings
 from pjax.stages import Stages
-from pjax.tables import decode_line, guard_warning, layer_table, plan_table, summary_table
 from pjax.textio import check_stop
 from pjax.workdir import write_atomically
 

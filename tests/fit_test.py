@@ -10,7 +10,9 @@ import pytest
 
 from pjax import ops
 from pjax.base import LowRankPredictor
-from pjax.fit import (
+from pjax.predictor import predict_scores, with_dtype
+from pjax.thresholds import report_at
+from pjax.training.fit import (
     LEARNING_RATE,
     SignSums,
     fit_signs,
@@ -21,8 +23,6 @@ from pjax.fit import (
     positive_weight,
     sum_signs,
 )
-from pjax.predictor import predict_scores, with_dtype
-from pjax.thresholds import report_at
 from tests.planted import histogram_of, numpy_scores
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pjax import ranks
 from pjax.predictor import LayerCost, lowrank_bytes
 from pjax.profiler import hot_share
-from pjax.ranks import RANK_RECALL, Sample, Trial, choose_rank, first_rank, step_order, try_rank
+from pjax.training import ranks
+from pjax.training.ranks import RANK_RECALL, Sample, Trial, choose_rank, first_rank, step_order, try_rank
 
 MODEL, NEURONS, RANKS, DTYPE = 64, 256, (32, 64, 128), "float32"
 COST = LayerCost(NEURONS, opener_bytes=10_000.0, bytes_per_s=1.0, gather_bytes_per_s=0.95)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pjax import page, pictures, report, tables
 from pjax.base import ActivationStats, HardwareSpec, Placement
 from pjax.placement import explain_placement
 from pjax.plan import MemoryPlan
 from pjax.quality import Quality, WayQuality
+from pjax.report import page, pictures, record, tables
 from pjax.settings import QualitySettings
 from pjax.speed import Speed
 from tests.tiny_model import tiny_config, tiny_decoder, tiny_predictors
@@ -33,14 +33,14 @@ MEMORY = MemoryPlan(1, 2, 3, 4, 5, 6, 7, 22, 32)
 def test_model_part_by_hand():
     attention = 16 * 16 + 2 * 8 * 16 + 16 * 16
     weights = 50 * 16 * 2 + 2 * (attention + 2 * 16) + 3 * 16 * (24 + 40) + 16
-    assert report.model_part(tiny_decoder()) == {
+    assert record.model_part(tiny_decoder()) == {
         "name": "tiny", "family": "llama", "layers": 2, "neurons": [24, 40], "parameters": weights,
         "bytes": 4 * weights,
     }  # fmt: skip
 
 
 def test_profile_part_by_hand():
-    assert report.profile_part(STATS, "measured") == {
+    assert record.profile_part(STATS, "measured") == {
         "source": "measured",
         "tokens": 10,
         "density_mean": pytest.approx((10 / 40 + 20 / 60) / 2),
@@ -52,8 +52,8 @@ def test_profile_part_by_hand():
 
 def test_profile_part_without_a_number_of_tokens():
     """What cannot be known is null; the shape of the distribution can."""
-    known = report.profile_part(STATS, "measured")
-    unknown = report.profile_part(dataclasses.replace(STATS, num_tokens_known=False), "somewhere")
+    known = record.profile_part(STATS, "measured")
+    unknown = record.profile_part(dataclasses.replace(STATS, num_tokens_known=False), "somewhere")
     assert unknown == known | {
         "source": "somewhere", "tokens": None, "density_mean": None, "density_per_layer": None
     }  # fmt: skip
@@ -61,7 +61,7 @@ def test_profile_part_without_a_number_of_tokens():
 
 def test_predictor_part_is_the_mean_over_layers():
     predictors = tiny_predictors(tiny_decoder(), 0.5)
-    part = report.predictor_part(predictors, "lowrank", "trained")
+    part = record.predictor_part(predictors, "lowrank", "trained")
     assert part["bytes"] == 100 + 101
     for name in ("recall", "precision", "density"):
         assert part[f"{name}_mean"] == pytest.approx(np.mean([getattr(r, name) for r in predictors.reports]))
@@ -76,7 +76,7 @@ def test_predictor_part_is_the_mean_over_layers():
 def placement_part(**changes) -> dict:
     config = tiny_config(neurons=(4, 6))
     explained = explain_placement(PLACEMENT, STATS, config, HARDWARE, dtype="float32")
-    return report.placement_part(PLACEMENT, "solved", explained, MEMORY) | changes
+    return record.placement_part(PLACEMENT, "solved", explained, MEMORY) | changes
 
 
 def test_placement_and_hardware_parts():
@@ -92,22 +92,22 @@ def test_placement_and_hardware_parts():
         "device_bytes": 4096, "budget_bytes": 8192, "solve_s": 0.25, "goal": "impact",
         "gap": pytest.approx(0.2 / 2.3), "next_gib": 0.7, "memory": MEMORY._asdict(),
     }  # fmt: skip
-    assert report.hardware_part(HARDWARE) == {"name": "demo", "source": "simulated"}
+    assert record.hardware_part(HARDWARE) == {"name": "demo", "source": "simulated"}
 
 
 def test_neuron_load_share():
-    assert report.neuron_load_share(STATS, PLACEMENT) == (8 + 0 + 5 + 10) / 30
+    assert record.neuron_load_share(STATS, PLACEMENT) == (8 + 0 + 5 + 10) / 30
     nothing = ActivationStats(tuple(np.zeros_like(c) for c in STATS.counts), 10)
-    assert report.neuron_load_share(nothing, PLACEMENT) == 0.0
+    assert record.neuron_load_share(nothing, PLACEMENT) == 0.0
 
 
 def sparse_report() -> dict:
     model = tiny_decoder()
     return {
-        "model": report.model_part(model),
-        "profile": report.profile_part(STATS, "measured"),
-        "predictor": report.predictor_part(tiny_predictors(model, 0.5), "lowrank", "trained"),
-        "hardware": report.hardware_part(HARDWARE),
+        "model": record.model_part(model),
+        "profile": record.profile_part(STATS, "measured"),
+        "predictor": record.predictor_part(tiny_predictors(model, 0.5), "lowrank", "trained"),
+        "hardware": record.hardware_part(HARDWARE),
         "placement": placement_part(),
         "executor": {"neuron_load_share": 23 / 30},
         "quality": {
@@ -155,7 +155,7 @@ ERRORS = {"exact": [1e-7, 2e-7], "predicted": [0.25, 0.5]}
 
 def test_quality_part_of_a_model_that_fails_the_guard():
     modes = {"dense": DENSE, "exact": DENSE, "predicted": PREDICTED}
-    part = report.quality_part(Quality(modes, 64), ERRORS, QualitySettings())
+    part = record.quality_part(Quality(modes, 64), ERRORS, QualitySettings())
     faults = part.pop("faults")
     assert part == {
         "perplexity_dense": 20.0, "perplexity_exact": 20.0, "perplexity_predicted": 21.0,
@@ -174,10 +174,10 @@ def test_quality_part_of_a_model_that_fails_the_guard():
 def test_quality_part_that_passes_and_of_a_model_without_zeros():
     modes = {"dense": DENSE, "exact": DENSE, "predicted": PREDICTED}
     lenient = QualitySettings(max_perplexity_rise=0.06, max_kl=0.2)
-    part = report.quality_part(Quality(modes, 64), ERRORS, lenient)
+    part = record.quality_part(Quality(modes, 64), ERRORS, lenient)
     assert (part["guard"], part["faults"]) == ("passed", [])
     assert tables.guard_warning(part) is None
-    part = report.quality_part(Quality({"dense": DENSE}, 64), {}, QualitySettings())
+    part = record.quality_part(Quality({"dense": DENSE}, 64), {}, QualitySettings())
     assert part["perplexity_dense"] == 20.0
     for name in ("perplexity_exact", "kl_mean", "top1_agreement", "guard", "faults", "worst_layers"):
         assert part[name] is None
@@ -233,8 +233,8 @@ def page_report(**changes) -> dict:
     modes = {"dense": DENSE, "exact": DENSE, "predicted": PREDICTED}
     speed = Speed({"dense": 1000.0, "exact": 2000.0, "predicted": 3000.5}, 500.0, 0.125, {}, 64)
     return sparse_report() | {
-        "quality": report.quality_part(Quality(modes, 64), ERRORS, QualitySettings()),
-        "speed": report.speed_part(speed),
+        "quality": record.quality_part(Quality(modes, 64), ERRORS, QualitySettings()),
+        "speed": record.speed_part(speed),
         "executor": {
             "kind": "one program", "devices": ["cpu:0"], "simulated": False, "neuron_load_share": 23 / 30
         },
@@ -327,8 +327,8 @@ def test_page_without_matplotlib_says_so(monkeypatch):
 
 def test_page_of_a_model_without_zeros_and_of_a_layer_without_a_predictor():
     values = page_report() | {"profile": None, "predictor": None, "placement": None, "decode": None}
-    values["quality"] = report.quality_part(Quality({"dense": DENSE}, 64), {}, QualitySettings())
-    values["speed"] = report.speed_part(Speed({"dense": 1000.0}, 500.0, 0.125, {}, 64))
+    values["quality"] = record.quality_part(Quality({"dense": DENSE}, 64), {}, QualitySettings())
+    values["speed"] = record.speed_part(Speed({"dense": 1000.0}, 500.0, 0.125, {}, 64))
     shown = Page(page.report_page(values, None))
     assert ["tokens/s, batch 1", "1,000.0", "-", "-"] in shown.rows and shown.images == {}
     assert "Predictors" not in shown.text and "guard" not in shown.text

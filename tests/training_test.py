@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pjax import profiler, streaming, training
+from pjax import profiler
 from pjax.hardware import hardware_preset
 from pjax.predictor import LayerCost, predict_mask
 from pjax.profiler import collect_stats
-from pjax.streaming import Course
 from pjax.thresholds import set_recall
-from pjax.training import train_predictors
+from pjax.training import streaming, train, train_predictors
+from pjax.training.streaming import Course
 from tests.tiny_model import ffn_inputs, ffn_values, tiny_decoder, tiny_ids
 
 
@@ -163,9 +163,9 @@ def test_a_layer_where_no_predictor_pays_has_none(kind, monkeypatch):
 def test_costs_are_those_of_the_host():
     model, hardware = tiny_decoder(mlp_bias=True), hardware_preset("demo")
     hardware = dataclasses.replace(hardware, host_bytes_per_s=8.0, host_gather_bytes_per_s=4.0)
-    cost = training.layer_costs(model, hardware)[1]
+    cost = train.layer_costs(model, hardware)[1]
     assert cost == LayerCost(40, 16 * 4 + 8 / 3, 8.0, 4.0)  # a third of a neuron's rows and biases
-    assert training.layer_costs(model, None)[1] == cost._replace(bytes_per_s=1.0, gather_bytes_per_s=1.0)
+    assert train.layer_costs(model, None)[1] == cost._replace(bytes_per_s=1.0, gather_bytes_per_s=1.0)
 
 
 def test_a_killed_training_goes_on_to_the_same_result(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from pjax.base import MODES, VERSION, ActivationStats
-from pjax.pictures import can_draw, draw_all, to_svg
+from pjax.report.pictures import can_draw, draw_all, to_svg
 
 CAPTIONS = {
     "errors": "How far the predicted FFN's output is from the dense one's, on the same input.",

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pjax.base import ScoreHistogram
-from pjax.fit import fit_tokens, init_fit, init_predictor, positive_weight
 from pjax.predictor import LayerCost, lowrank_bytes, predict_scores, with_dtype
 from pjax.thresholds import report_at, score_histogram
+from pjax.training.fit import fit_tokens, init_fit, init_predictor, positive_weight
 
 RANK_RECALL = 0.95
 """At which ranks are compared, whatever recall is asked for later: the paper's."""

@@ -11,14 +11,14 @@ from flax import nnx
 
 from pjax import ops
 from pjax.base import HardwareSpec, Predictor, Predictors, ProgressFn, SayFn, SignPredictor
-from pjax.fit import SignSums, fit_signs, sum_signs
 from pjax.model import Decoder
 from pjax.predictor import KINDS, LayerCost, check_widths, fitting_dtype, rank_choices, with_dtype
 from pjax.profiler import batches, check_profiled, hot_share, measure_scores, no_progress, observe
-from pjax.ranks import RANK_RECALL, Sample, Trial, choose_rank
 from pjax.storage import model_fingerprint
-from pjax.streaming import Job, fit_stream
 from pjax.thresholds import check_recall, report_at, set_recall
+from pjax.training.fit import SignSums, fit_signs, sum_signs
+from pjax.training.ranks import RANK_RECALL, Sample, Trial, choose_rank
+from pjax.training.streaming import Job, fit_stream
 from pjax.weights import BFLOAT16
 from pjax.workdir import fingerprint, write_atomically
 

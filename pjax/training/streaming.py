@@ -10,11 +10,11 @@ import numpy as np
 from flax import nnx
 
 from pjax.base import LowRankPredictor
-from pjax.checkpoints import CHECKPOINT_S, load_checkpoint, save_checkpoint
-from pjax.fit import FitState, fit_tokens, init_fit, init_predictor, positive_weight
 from pjax.model import Decoder
 from pjax.profiler import batches, observe
-from pjax.ranks import STEP_TOKENS, step_order
+from pjax.training.checkpoints import CHECKPOINT_S, load_checkpoint, save_checkpoint
+from pjax.training.fit import FitState, fit_tokens, init_fit, init_predictor, positive_weight
+from pjax.training.ranks import STEP_TOKENS, step_order
 
 PASSES = 2
 """Steps that see each observed token: observing a token costs more than another step on it."""
