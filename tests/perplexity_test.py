@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("perplexity")  # one process prepares the workdir for all
+
 ROOT = Path(__file__).parents[1]
-SMALL = ("--config=configs/quickstart.py", "--config.profile.num_tokens=2048")
+SMALL = (
+    "--config=configs/quickstart.py",
+    "--config.profile.num_tokens=2048",
+    "--config.predictor.kind=sign",  # which takes no training
+)
 
 
 def perplexity(*args: str) -> subprocess.CompletedProcess:

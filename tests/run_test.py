@@ -14,12 +14,15 @@ import pytest
 import pjax
 from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
 
+pytestmark = pytest.mark.xdist_group("run")  # one process prepares the workdir for all
+
 ROOT = Path(__file__).parents[1]
 PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
 OPTIONS = {"max_new_tokens": 8, "repetition_penalty": 1.15}
 SMALL = (
     "--config=configs/quickstart.py",
-    "--config.profile.num_tokens=8192",
+    "--config.profile.num_tokens=4096",
+    "--config.predictor.dtype=bfloat16",  # whose training compiles half as many programs
     "--config.quality.num_tokens=2048",
     "--config.generate.max_new_tokens=8",
     "--config.quality.max_perplexity_rise=1.0",  # so little text trains poor predictors

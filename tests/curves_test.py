@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.quality_curves import (
+from experiments.curves import (
     _largest,
     kept_curve,
     oracle_fn,
