@@ -2,9 +2,9 @@
 
     python -m experiments.predictor_compare [--quick]
 
-On the demo model, all at the same recall by count: fixed ranks, ranks by cost, signs, and a lower recall by
-the knob. Bytes a token are those of the predictors and of the openers (gate rows) of the neurons that they
-mark; rows of the truly active neurons cost the same for all. Expect 4 minutes on two cores.
+On the demo model, all at the same recall by count: fixed ranks, ranks by cost, and signs. Bytes a token are
+those of the predictors and of the openers (gate rows) of the neurons that they mark; rows of the truly active
+neurons cost the same for all. Expect 6 minutes on two cores.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from pjax.formats import load_tokenizer
 from pjax.hardware import hardware_preset
 from pjax.model import Decoder
 from pjax.pipeline import encode_text, profile_rows
-from pjax.quality import chunks, measure_quality
+from pjax.quality import chunks, measure_quality, mode_ways
 from pjax.speed import measure_ffn, measure_speed
 from pjax.storage import load_model
 from pjax.training.train import layer_costs, train_predictors
@@ -78,7 +78,8 @@ def line(made: Made, model: Decoder, evaluation: np.ndarray, prompt: np.ndarray,
         report.bytes + report.density * cost.neurons * cost.opener_bytes
         for report, cost in zip(reports, layer_costs(model, None), strict=True)
     )
-    quality = measure_quality(model, evaluation, ("dense", "predicted"), predictors=made.predictors)
+    ways = mode_ways(model, ("dense", "predicted"), made.predictors)
+    rise = measure_quality(model, evaluation, ways).modes["predicted"].rise
     speed = measure_speed(
         {"predicted": OneProgram(model, mode="predicted", predictors=made.predictors)}, prompt
     )
@@ -91,7 +92,7 @@ def line(made: Made, model: Decoder, evaluation: np.ndarray, prompt: np.ndarray,
         f"{mean['density'] / mean['true_density']:.2f}",
         f"{sum(report.bytes for report in reports) / model_bytes:.1%}",
         f"{read:,.0f}",
-        f"{quality.perplexity['predicted'] / quality.perplexity['dense'] - 1:+.2%}",
+        f"{rise:+.2%}",
         f"{1e6 * measure_ffn(model, made.predictors, prompt).predictor_s:.0f}",
         f"{1e6 / speed.tokens_per_s['predicted']:.0f}",
         f"{made.seconds:.0f}",
