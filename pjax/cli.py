@@ -98,7 +98,7 @@ def run_app(name: str, main: Callable[[list[str]], None]) -> None:
     try:
         app.run(main, flags_parser=lambda argv: _parse_flags(name, argv))
     except (ValueError, OSError) as error:
-        sys.exit(_complain(name, str(error)))
+        sys.exit(complain(name, str(error)))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -107,14 +107,15 @@ def _parse_flags(name: str, argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
-        sys.exit(_complain(name, str(error)))
+        sys.exit(complain(name, str(error)))
     except (AttributeError, KeyError, TypeError, ImportError, SyntaxError, OSError, ValueError) as error:
         key = str(error).strip("'\"")
         # ml_collections says no more of an unknown key than its name.
         message = f"--config: {error}" if " " in key else f"--config.{key}: the config has no such key"
-        sys.exit(_complain(name, message))
+        sys.exit(complain(name, message))
 
 
-def _complain(name: str, message: str) -> int:
+def complain(name: str, message: str) -> int:
+    """Prints a fault of the user's on one line of stderr, and returns the exit code for it."""
     print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
     return 2

@@ -8,24 +8,25 @@ are those of `lm-eval`, which finds no models of other packages by itself.
 
 import sys
 
+from pjax.cli import complain
+
+_NAME = "pjax.evaluate"
+
 
 def main() -> None:
     """Hands over to the harness; a fault of the user's is one line on stderr and exit code 2."""
     try:
         import pjax.harness  # noqa: F401  # registers it
     except ImportError as error:
-        sys.exit(_complain(f"the lm-evaluation-harness cannot be used ({error}): pip install 'pjax[eval]'"))
+        sys.exit(
+            complain(_NAME, f"the lm-evaluation-harness cannot be used ({error}): pip install 'pjax[eval]'")
+        )
     from lm_eval.__main__ import cli_evaluate  # type: ignore
 
     try:
         cli_evaluate()
     except (ValueError, OSError) as error:
-        sys.exit(_complain(str(error)))
-
-
-def _complain(message: str) -> int:
-    print(f"pjax.evaluate: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+        sys.exit(complain(_NAME, str(error)))
 
 
 if __name__ == "__main__":

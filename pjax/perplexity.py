@@ -22,7 +22,7 @@ from pjax.base import MODES, Mode
 from pjax.pipeline import fit, open_model
 from pjax.quality import Quality, measure_layer_errors, measure_quality, mode_ways
 from pjax.report.record import quality_part
-from pjax.report.tables import guard_warning
+from pjax.report.tables import QUALITY_COLUMNS, guard_warning, quality_rows
 
 flags.adopt_module_key_flags(cli)
 _TEXT = flags.DEFINE_string("text", None, "The text to score, instead of the config's quality.text.")
@@ -82,14 +82,10 @@ def quality_table(result: dict[str, Any]) -> Table:
         title=f"{result['model']} on {result['text']}",
         caption=f"{result['tokens']:,} tokens of {result['chunks']} chunks of {result['chunk_tokens']}",
     )
-    for column in ("", "perplexity", "+-", "above dense", "+-", "KL, nats", "same best token"):
+    for column in QUALITY_COLUMNS:
         table.add_column(column, justify="right" if column else "left")
-    for mode, way in result["modes"].items():
-        # Rounded first, and 0 added, so that no -0 is shown.
-        kl, rise = round(way["kl_mean"], 6) + 0.0, round(way["rise"], 5) + 0.0
-        compared = [f"{rise:.3%}", f"{way['rise_error']:.3%}", f"{kl:.6f}", f"{way['top1_agreement']:.2%}"]
-        cells = ["-"] * len(compared) if mode == "dense" else compared
-        table.add_row(mode, f"{way['perplexity']:.4f}", f"{way['error']:.4f}", *cells)
+    for row in quality_rows(result):
+        table.add_row(*row)
     return table
 
 

@@ -72,6 +72,7 @@ SAME_FLOOR = {
     ("likelihood", "quality"),
     ("pipeline", "measure"),
     ("perplexity", "cli"),
+    ("evaluate", "cli"),
     ("evaluate", "harness"),
     ("run", "cli"),
 }

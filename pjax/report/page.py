@@ -8,6 +8,7 @@ import jinja2
 
 from pjax.base import MODES, VERSION, ActivationStats
 from pjax.report.pictures import can_draw, draw_all, to_svg
+from pjax.report.tables import QUALITY_COLUMNS, quality_rows
 
 CAPTIONS = {
     "errors": "How far the predicted FFN's output is from the dense one's, on the same input.",
@@ -129,18 +130,8 @@ def _head(report: Mapping[str, Any]) -> Section:
 
 def _quality(report: Mapping[str, Any]) -> Section:
     quality = report["quality"]
-    rows = []
-    for mode, way in quality["modes"].items():
-        compared = [
-            f"{way['rise']:.3%}",
-            f"{way['rise_error']:.3%}",
-            f"{way['kl_mean']:.6f}",
-            f"{way['top1_agreement']:.2%}",
-        ]
-        cells = ["-"] * len(compared) if mode == "dense" else compared
-        rows.append([mode, f"{way['perplexity']:.3f}", f"{way['error']:.3f}", *cells])
-    header = ("", "perplexity", "+-", "above dense", "+-", "KL, nats", "same best token")
-    table = Table(header, rows, f"{quality['tokens']:,} tokens scored; +- is the standard error.")
+    caption = f"{quality['tokens']:,} tokens scored; +- is the standard error."
+    table = Table(QUALITY_COLUMNS, quality_rows(quality), caption)
     warning = ""
     if quality["guard"] == "failed":
         warning = f"Quality guard failed, mode=None falls back to exact: {'; '.join(quality['faults'])}."

@@ -1,5 +1,6 @@
 """What a terminal shows of a report: tables, and single lines."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -37,6 +38,21 @@ def decode_line(report: dict[str, Any]) -> str | None:
         f"{1e3 * part['ffn_s']:.3f} ms; of {sum(report['model']['neurons']):,} rows {', '.join(rows)}; "
         f"{part['bytes_per_token'] / 1e6:,.1f} MB read"
     )
+
+
+QUALITY_COLUMNS = ("", "perplexity", "+-", "above dense", "+-", "KL, nats", "same best token")
+
+
+def quality_rows(part: Mapping[str, Any]) -> list[list[str]]:
+    """The modes under `QUALITY_COLUMNS`, from the report's key `quality`; +- is the standard error."""
+    rows = []
+    for mode, way in part["modes"].items():
+        # Rounded first, and 0 added, so that no -0 is shown.
+        kl, rise = round(way["kl_mean"], 6) + 0.0, round(way["rise"], 5) + 0.0
+        compared = [f"{rise:.3%}", f"{way['rise_error']:.3%}", f"{kl:.6f}", f"{way['top1_agreement']:.2%}"]
+        cells = ["-"] * len(compared) if mode == "dense" else compared
+        rows.append([mode, f"{way['perplexity']:.4f}", f"{way['error']:.4f}", *cells])
+    return rows
 
 
 def summary_table(report: dict[str, Any]) -> Table:
