@@ -271,8 +271,8 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How far the objective may be from the best one, as a share of it; 0 is proven best."""
-        return abs(self.bound - self.objective) / max(abs(self.objective), 1e-300)
+        """By how much objective and bound differ, as a share of the larger one; 0 is proven best."""
+        return abs(self.bound - self.objective) / max(abs(self.objective), abs(self.bound), 1e-300)
 
 
 AnyArray = jax.Array | np.ndarray

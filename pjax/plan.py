@@ -200,7 +200,8 @@ def plan_memory(
         predictors: bytes of all layers' predictors.
 
     Raises:
-        ValueError: the budget makes no sense, or is below what has to be on the device.
+        ValueError: the budget makes no sense, or is below what has to be on the device, or the host cannot
+            hold the rest.
     """
     per_neuron = layer_neuron_bytes(config, sizes.ffn_dtypes)
     ffn = sum(size * neurons for size, neurons in zip(per_neuron, config.neurons, strict=True))
@@ -220,7 +221,7 @@ def plan_memory(
     available = int(hardware.device_bytes * (1 - RESERVE))
     budget = device_budget(wanted.device_bytes, ffn, available)
     if budget == 0:
-        return plan
+        return _check_host(plan, plan.needed + ffn, hardware)
     if isinstance(wanted.device_bytes, str) and wanted.device_bytes.strip().endswith("%"):
         budget += plan.needed
     budget = min(budget, hardware.device_bytes)
@@ -233,7 +234,18 @@ def plan_memory(
             f"placement.device_bytes: {budget} bytes are less than the {plan.needed} that have to be on the "
             f"device ({parts}); give more, a smaller placement.context, or 0 to leave everything to the host"
         )
-    return plan._replace(hot=min(budget - plan.needed, ffn), budget=budget)
+    plan = plan._replace(hot=min(budget - plan.needed, ffn), budget=budget)
+    return _check_host(plan, ffn - plan.hot, hardware)
+
+
+def _check_host(plan: MemoryPlan, host_bytes: int, hardware: HardwareSpec) -> MemoryPlan:
+    if host_bytes > hardware.host_bytes:
+        raise ValueError(
+            f"hardware {hardware.name!r}: host_bytes: {hardware.host_bytes} bytes are less than the "
+            f"{host_bytes} that the plan leaves to the host; raise placement.device_bytes or use a smaller "
+            "dtype"
+        )
+    return plan
 
 
 def _workspace(config: ModelConfig, context: int) -> int:

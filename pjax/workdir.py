@@ -272,7 +272,7 @@ def unpack_placement(artefact: Artefact, neurons: Sequence[int]) -> Placement:
     masks = tuple(np.zeros(width, bool) for width in widths)
     for layer, (mask, table) in enumerate(zip(masks, tables, strict=True)):
         ids = table["hot_ids"]
-        if len(set(ids)) != len(ids) or not all(0 <= i < len(mask) for i in ids):
+        if not all(type(i) is int and 0 <= i < len(mask) for i in ids) or len(set(ids)) != len(ids):
             raise ValueError(
                 f"placement: layer {layer}'s neuron table has an id twice or outside 0..{len(mask) - 1}; "
                 "delete placement.json, and it is solved again"

@@ -31,6 +31,8 @@ def test_statistics_of_something_else_are_refused(counts, num_tokens, message):
     ({"device_bytes": -1}, "device_bytes: expected whole bytes from 0 to the .*, got -1"),
     ({"device_bytes": 2**60}, "device_bytes: expected whole bytes from 0 to the .* 'test'"),
     ({"device_bytes": 10, "group_size": 0}, "group_size: expected a whole number >= 1, got 0"),
+    ({"device_bytes": 10, "group_size": 2.0}, "group_size: expected a whole number >= 1, got 2.0"),
+    ({"device_bytes": 10, "group_size": float("inf")}, "group_size: expected a whole number >= 1, got inf"),
     ({"device_bytes": 10, "time_limit_s": 0}, "time_limit_s: expected .* got 0"),
 ])  # fmt: skip
 def test_settings_without_sense_are_refused(changes, message):

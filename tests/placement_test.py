@@ -193,6 +193,21 @@ def test_a_large_minimum_makes_layers_all_or_nothing(minimum, expected):
     assert [m.sum() for m in result.hot_mask] == expected
 
 
+@pytest.mark.parametrize("group_size", [1, 64, 10**6])
+@pytest.mark.parametrize("formulation", ["block", "literal"])
+def test_layers_whose_minimum_does_not_fit_are_proven_cold(group_size, formulation):
+    counts = random_counts(np.random.default_rng(5), [1000, 64, 17, 1])
+    result = solve(counts, 325, minimum=362, group_size=group_size, formulation=formulation)
+    assert not any(m.any() for m in result.hot_mask)
+    assert (result.status, result.objective, result.bound, result.gap) == ("optimal", 0.0, 0.0, 0.0)
+
+
+def test_the_literal_form_with_a_layer_that_cannot_open():
+    counts = [np.full(64, 900), np.full(16, 5)]  # the second is narrower than its minimum
+    result = solve(counts, 70, minimum=20, formulation="literal", group_size=8)
+    assert [int(m.sum()) for m in result.hot_mask] == [64, 0]
+
+
 def test_dead_and_equal_layers():
     dead = solve([np.zeros(20), np.full(20, 9)], 20, group_size=5)
     assert not dead.hot_mask[0].any() and dead.hot_mask[1].all()

@@ -133,6 +133,16 @@ def test_a_budget_without_sense_is_refused(device_bytes):
         plan(device_bytes)
 
 
+@pytest.mark.parametrize(
+    ("device_bytes", "cold"), [("40%", FFN - int(FFN * 0.4)), ("0", FFN + plan("max").needed)]
+)
+def test_a_host_too_small_for_the_rest_is_refused(device_bytes, cold):
+    assert plan(device_bytes, hardware=dataclasses.replace(DEMO, host_bytes=cold)).ffn == FFN
+    small = dataclasses.replace(DEMO, host_bytes=cold - 1)
+    with pytest.raises(ValueError, match=rf"host_bytes: {cold - 1} bytes are less than the {cold} that the"):
+        plan(device_bytes, hardware=small)
+
+
 @pytest.mark.parametrize("device_bytes", [0, "40%", "max"])
 def test_rows_add_up(device_bytes):
     rows = plan_rows(plan(device_bytes), DEMO)

@@ -119,7 +119,7 @@ def test_placement_round_trip(tmp_path):
     assert found.__dict__ | {"hot_mask": None} == placement.__dict__ | {"hot_mask": None}
 
 
-@pytest.mark.parametrize("ids", [[0, 0], [-1], [3], [1, 2, 1]])
+@pytest.mark.parametrize("ids", [[0, 0], [-1], [3], [1, 2, 1], [1.5], [True], "ab"])
 def test_placement_with_a_senseless_table_is_refused(ids):
     artefact = workdir.pack_placement(Placement((np.ones(3, bool),), "optimal", 0, 0, 0, 0, 0))
     artefact.record["layers"][0]["hot_ids"] = ids

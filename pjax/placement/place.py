@@ -234,7 +234,7 @@ def _check_settings(hardware: HardwareSpec, device_bytes: int, group_size: int, 
             f"device_bytes: expected whole bytes from 0 to the {hardware.device_bytes} of hardware "
             f"{hardware.name!r}, got {device_bytes!r}; leave room for the rest of the model"
         )
-    if group_size < 1 or group_size != int(group_size):
+    if not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"group_size: expected a whole number >= 1, got {group_size!r}; the default is 64")
     if not (math.isfinite(time_limit_s) and time_limit_s > 0):
         raise ValueError(f"time_limit_s: expected a finite number of seconds > 0, got {time_limit_s!r}")

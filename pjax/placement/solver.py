@@ -71,8 +71,16 @@ def choose(
     """
     unit = math.gcd(*(layer.neuron_bytes for layer in layers))
     capacity = capacity // unit * unit  # a rest that no neuron can use would loosen the bounds
+    # So would layers that can never open, as the fewest neurons that they need do not fit.
+    layers = [
+        LayerCurve(layer.neurons, layer.neuron_bytes, np.zeros(0))
+        if layer.least * layer.neuron_bytes > capacity
+        else layer
+        for layer in layers
+    ]
     priced = choose_by_price(layers, capacity)
-    if priced.status == "optimal" and formulation == "block":
+    can_open = any(layer.most for layer in layers)  # CBC crashes on a program without a choice
+    if priced.status == "optimal" and (formulation == "block" or not can_open):
         return priced
     program = _new_program()
     if program is None:
@@ -310,9 +318,12 @@ def _write_literal(
     unit = math.gcd(*(layer.neuron_bytes for layer in layers))
     used, variables = [], []
     for layer in layers:
+        if not layer.most:
+            variables.append({})
+            continue
         is_open = program.add_var(var_type=mip.BINARY)
         edges = np.arange(0, layer.most, group_size)
-        gains = np.add.reduceat(layer.gains, edges) if layer.most else []
+        gains = np.add.reduceat(layer.gains, edges)
         sizes = [int(size) for size in np.diff(edges, append=layer.most)]
         hot = [program.add_var(var_type=mip.BINARY, obj=scale * float(gain)) for gain in gains]
         count = mip.xsum(size * group for size, group in zip(sizes, hot, strict=True))
