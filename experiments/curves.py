@@ -1,30 +1,24 @@
 """What `experiments.quality_curves` measures: an oracle of contributions, and predictors at any threshold."""
 
-import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from pjax.base import FfnFn, Predictors
-from pjax.model import Decoder, prompt_positions
+from pjax.model import Decoder
 from pjax.model_config import Activation
 from pjax.ops import unpack_ffn
 from pjax.ops.reference import dense_ffn
-from pjax.predictor import predict_scores
-from pjax.quality import BATCH_TOKENS, FfnWay, Quality, measure_quality, mode_ways
+from pjax.quality import FfnWay, Quality, measure_quality, mode_ways
+from pjax.thresholds import marked_above, set_recall
 from pjax.weights import PackedFfn
-
-POINTS = 1001
-"""Of a curve of recall: a point for every tenth of a percent of it."""
 
 
 class Curve(NamedTuple):
-    """What a layer's predictor can do, a point a threshold.
+    """What a layer's predictor can do on held-out tokens, a point a threshold.
 
     Attributes:
         layer: its number.
@@ -86,66 +80,28 @@ def _row(quality: Quality) -> dict[str, float]:
     return list(quality.modes.values())[-1]._asdict()
 
 
-@partial(jax.jit, static_argnames="graphdef")
-def _observe(graphdef, state, layers, ids: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Scores and true masks [tokens, neurons] of each layer with a predictor."""
-
-    def ffn_fn(layer, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, Any]:
-        y, values = dense_ffn(x, layer.ffn.weights, Activation.parse(layer.ffn.activation))
-        predictor, aux = layers[layer.index], None
-        if predictor is not None:
-            seen = residual if predictor.input == "residual" else x
-            aux = predict_scores(predictor, seen.reshape(-1, seen.shape[-1])), values != 0
-        return layer.ffn.add_down_bias(y), aux
-
-    return nnx.merge(graphdef, state).run(ids, prompt_positions(ids), ffn_fn=ffn_fn)[2]
-
-
-def recall_curves(model: Decoder, predictors: Predictors, rows: np.ndarray) -> list[Curve]:
-    """What each predictor can do, on the first `BATCH_TOKENS` tokens."""
-    graphdef, state = nnx.split(model)
-    layers = jax.device_put(predictors.layers)
-    found = _observe(graphdef, state, layers, rows[: max(1, BATCH_TOKENS // rows.shape[1])])
+def recall_curves(predictors: Predictors) -> list[Curve]:
+    """What each predictor can do, from its histogram; layers without one, or never active, have no curve."""
     curves = []
-    for index, (predictor, part) in enumerate(zip(predictors.layers, found, strict=True)):
-        if predictor is None or part is None:
+    parts = zip(predictors.layers, predictors.histograms, predictors.reports, strict=True)
+    for index, (predictor, histogram, report) in enumerate(parts):
+        thresholds, (inactive, active, _) = marked_above(histogram)
+        if predictor is None or not active[0]:
             continue
-        scores, active = (np.asarray(array).reshape(-1) for array in part)
-        opened = np.sort(scores[active])
-        if not opened.size:
-            continue
-        everything = np.sort(scores)
-        # Each is the score of an active neuron, which is still marked.
-        thresholds = np.unique(opened[np.linspace(0, opened.size - 1, POINTS).astype(int)])
-        hits, marked = (len(a) - np.searchsorted(a, thresholds) for a in (opened, everything))
-        own = float(np.asarray(predictor.threshold))
-        now = [float((a > own).mean()) for a in (opened, everything)]
-        below = np.nextafter(thresholds, np.float32(-np.inf))
-        curve = (below, hits / opened.size, marked / everything.size, hits / np.maximum(marked, 1))
-        curves.append(Curve(index, *curve, now=(now[0], now[1])))
+        marked = inactive + active
+        curve = (thresholds, active / active[0], marked / marked[0], active / np.maximum(marked, 1))
+        curves.append(Curve(index, *curve, now=(report.recall, report.density)))
     return curves
 
 
-def with_recall(predictors: Predictors, curves: Sequence[Curve], recall: float) -> Predictors:
-    """The predictors with the highest thresholds that reach a recall on what the curves were made from."""
-    layers = list(predictors.layers)
-    for curve in curves:
-        threshold = jnp.float32(curve.threshold[curve.recall >= recall].max())
-        layers[curve.layer] = dataclasses.replace(layers[curve.layer], threshold=threshold)  # type: ignore[type-var]
-    return Predictors(tuple(layers), ())
-
-
 def traded_curve(
-    model: Decoder,
-    predictors: Predictors,
-    curves: Sequence[Curve],
-    rows: np.ndarray,
-    recalls: Sequence[float],
+    model: Decoder, predictors: Predictors, rows: np.ndarray, recalls: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """The model's quality with all thresholds at the same recall, a row a recall."""
+    """The model's quality with all thresholds at the same recall on held-out tokens, a row a recall."""
     table = []
     for recall in recalls:
-        ways = mode_ways(model, ("dense", "predicted"), with_recall(predictors, curves, recall))
-        density = np.mean([curve.density[curve.recall >= recall].min() for curve in curves])
-        table.append({"recall": recall, "density": float(density)} | _row(measure_quality(model, rows, ways)))
+        chosen = set_recall(predictors, recall)
+        ways = mode_ways(model, ("dense", "predicted"), chosen)
+        density = float(np.mean([report.density for report in chosen.reports]))
+        table.append({"recall": recall, "density": density} | _row(measure_quality(model, rows, ways)))
     return table

@@ -9,8 +9,8 @@ recall   For each layer's predictor, which share of the active neurons it marks 
          dots are the thresholds of the workdir.
 traded   The whole model in mode predicted, with every layer's threshold at the same recall.
 
-Each is a .csv and, where matplotlib is installed (extra pjax[plots]), a .png. The thresholds of `traded` are
-set on the first tokens of the very text that is scored, so that its recalls are the true ones.
+Each is a .csv and, where matplotlib is installed (extra pjax[plots]), a .png. Recalls and densities are those
+of the tokens that training held out; what is scored is another text.
 """
 
 import csv
@@ -102,14 +102,14 @@ def main(argv: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     llm = LLM(_WORKDIR.value)
     model, predictors = llm.model, llm.predictors
-    if predictors is None:
-        raise app.UsageError(f"--workdir: {_WORKDIR.value} has no predictors: run pjax.run on it first")
+    if predictors is None or not predictors.histograms:
+        raise app.UsageError(f"--workdir: {_WORKDIR.value} has no predictors that pjax.run trained")
     quick = _QUICK.value
     ids = encode_text(llm.tokenizer, _TEXT.value, 2048 if quick else _NUM_TOKENS.value)
     rows = chunks(ids, model.config.context, model.config.bos_id)
     kept = kept_curve(model, rows, KEPT[2::5] if quick else KEPT)
-    curves = recall_curves(model, predictors, rows)
-    traded = traded_curve(model, predictors, curves, rows, RECALLS[::5] if quick else RECALLS)
+    curves = recall_curves(predictors)
+    traded = traded_curve(model, predictors, rows, RECALLS[::5] if quick else RECALLS)
     points = [
         dict(zip(("layer", *Curve._fields[1:5]), (c.layer, *values), strict=True))
         for c in curves

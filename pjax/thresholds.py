@@ -52,6 +52,22 @@ def check_recall(recall: float) -> None:
         raise ValueError(f"recall: expected a number in 0..1, got {recall!r}")
 
 
+def marked_above(histogram: ScoreHistogram) -> tuple[np.ndarray, np.ndarray]:
+    """What every threshold marks.
+
+    Args:
+        histogram: of one layer.
+
+    Returns:
+        float64 [bins + 1], thresholds, rising; [3, bins + 1], how many scores of inactive neurons and of
+        active ones are above each, and what the latter contribute. Above the first are all.
+    """
+    # Thresholds are the lower edges of the bins; no score is above the last.
+    parts = [*histogram.counts, histogram.contributions]
+    marked = np.stack([np.append(np.cumsum(part[::-1])[::-1], 0) for part in parts])
+    return np.concatenate([[-CERTAIN], BIN_EDGES, [CERTAIN]]), marked
+
+
 def report_at(predictor: Predictor | None, histogram: ScoreHistogram, recall: float) -> PredictorReport:
     """The highest threshold that still reaches a recall, and what it gives.
 
@@ -64,10 +80,7 @@ def report_at(predictor: Predictor | None, histogram: ScoreHistogram, recall: fl
         ValueError: if recall is outside 0..1.
     """
     check_recall(recall)
-    parts = [*histogram.counts, histogram.contributions]
-    # marked[:, i] counts the scores above threshold i, the lower edge of bin i; none above the last.
-    marked = np.stack([np.append(np.cumsum(part[::-1])[::-1], 0) for part in parts])
-    thresholds = np.concatenate([[-CERTAIN], BIN_EDGES, [CERTAIN]])
+    thresholds, marked = marked_above(histogram)
     total = marked[:, 0]
     recalls = marked[1] / total[1] if total[1] else np.ones(len(thresholds))
     best = 0 if predictor is None else int(np.flatnonzero(recalls >= recall)[-1])
