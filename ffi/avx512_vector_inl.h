@@ -28,6 +28,27 @@ struct Avx512Vector : Avx512Floats {
 
   static Ints LoadInts(const void* from) { return _mm512_loadu_si512(from); }
   static Ints LoadSomeInts(const void* from, int count) { return _mm512_maskz_loadu_epi32(FirstLanes(count), from); }
+  // A load whose lanes outside the mask are neither read nor changed: it may begin before the first number.
+  static constexpr bool kJoinsRows = true;
+  using Halfs = __m256i;
+  static Halfs ZeroHalfs() { return _mm256_setzero_si256(); }
+  static Halfs JoinHalfs(Halfs into, const char* from, int first, int count) {
+    return _mm256_mask_loadu_epi16(into, static_cast<__mmask16>(FirstLanes(count) << first), from - 2 * first);
+  }
+  static Ints JoinInts(Ints into, const char* from, int first, int count) {
+    return _mm512_mask_loadu_epi32(into, static_cast<__mmask16>(FirstLanes(count) << first), from - 4 * first);
+  }
+  // Each sum of `lanes` adjacent ones, of which the first `count` are stored.
+  template <int lanes>
+  static void StoreSums(Floats value, int count, float* to) {
+    if constexpr (lanes >= 8) value = _mm512_add_ps(value, _mm512_shuffle_f32x4(value, value, 0xb1));
+    if constexpr (lanes >= 4) value = _mm512_add_ps(value, _mm512_permute_ps(value, 0x4e));
+    if constexpr (lanes >= 2) value = _mm512_add_ps(value, _mm512_permute_ps(value, 0xb1));
+    constexpr __mmask16 kFirstLanes = lanes == 8 ? 0x0101 : lanes == 4 ? 0x1111 : lanes == 2 ? 0x5555 : 0xffff;
+    _mm512_mask_storeu_ps(to, FirstLanes(count), _mm512_maskz_compress_ps(kFirstLanes, value));
+  }
+  static Floats ToFloats(Halfs value) { return _mm512_cvtph_ps(value); }
+
   static void StoreInts(void* to, Ints value) { _mm512_storeu_si512(to, value); }
   static Floats ToFloats(Ints value) { return _mm512_cvtepi32_ps(value); }
   static Ints ZeroInts() { return _mm512_setzero_si512(); }

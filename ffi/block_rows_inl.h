@@ -226,6 +226,76 @@ struct BlockKernels {
     }
   }
 
+  static bool JoinsRows(int64_t size) {
+    return Vector::kJoinsRows && size > 0 && NumBlocks(size) <= kGroupBlocks / 2;
+  }
+
+  // x of n blocks for each of the rows that share a vector: lane `lanes` r + l is block l of row r.
+  static void Repeat(const PreparedGroup& x, int num_blocks, int lanes, PreparedGroup* repeated) {
+    memset(repeated, 0, sizeof(*repeated));
+    for (int lane = 0; lane < kGroupBlocks; ++lane) {
+      const int block = lane % lanes;
+      if (block >= num_blocks) continue;
+      for (int v = 0; v < kBlock / 4; ++v) {
+        memcpy(repeated->codes + v * kVectorBytes + 4 * lane, x.codes + v * kVectorBytes + 4 * block, 4);
+      }
+      repeated->scales[lane] = x.scales[block];
+      repeated->starts[lane] = x.starts[block];
+    }
+  }
+
+  // Rows of few blocks, 16 / lanes of them in a vector. V is Vector, in a template so that one that cannot join compiles.
+  template <typename V, int lanes>
+  static void DotJoinedRows(const char* rows, int64_t row_stride, int64_t num_rows, const PreparedGroup& prepared,
+                            int64_t size, float* products) {
+    constexpr int kTogether = kGroupBlocks / lanes;
+    const int num_blocks = static_cast<int>(NumBlocks(size));
+    PreparedGroup x;
+    Repeat(prepared, num_blocks, lanes, &x);
+    const auto dot = [&](const char* row, int count, float* to) {
+      typename V::Ints codes[Row::kVectors];
+      for (auto& vector : codes) vector = V::ZeroInts();
+      typename V::Halfs halfs = V::ZeroHalfs();
+#pragma GCC unroll 16
+      for (int r = 0; r < kTogether; ++r, row += row_stride) {
+        const int width = r < count ? num_blocks : 0;
+#pragma GCC unroll 8
+        for (int v = 0; v < Row::kVectors; ++v) {
+          codes[v] = V::JoinInts(codes[v], row + v * 4 * num_blocks, r * lanes, width);
+        }
+        halfs = V::JoinHalfs(halfs, row + num_blocks * kBlockBytes, r * lanes, width);
+      }
+      typename V::Ints total = V::LoadInts(x.starts);
+      Row::template Dots<1>([&](int v) { return codes[v]; }, x.codes, 0, &total);
+      const Floats scaled = V::Multiply(V::ToFloats(total), V::Load(x.scales));
+      V::template StoreSums<lanes>(V::Multiply(scaled, V::ToFloats(halfs)), count, to);
+    };
+    const char* line = rows + kStreamAheadBytes;
+    int64_t r = 0;
+    for (; r + kTogether <= num_rows; r += kTogether, rows += kTogether * row_stride) {
+#pragma GCC unroll 1
+      for (; line < rows + kTogether * row_stride + kStreamAheadBytes; line += kLineBytes) {
+        __builtin_prefetch(line, 0, 3);
+      }
+      dot(rows, kTogether, products + r);
+    }
+    if (r < num_rows) dot(rows, static_cast<int>(num_rows - r), products + r);
+  }
+
+  static void DotRows(const void* rows, int64_t row_stride, int64_t num_rows, const void* prepared, int64_t size,
+                      float* products) {
+    if constexpr (Vector::kJoinsRows) {
+      const auto& x = *static_cast<const PreparedGroup*>(prepared);
+      const auto* row = static_cast<const char*>(rows);
+      const int64_t n = NumBlocks(size);
+      if (n == 1) return DotJoinedRows<Vector, 1>(row, row_stride, num_rows, x, size, products);
+      if (n == 2) return DotJoinedRows<Vector, 2>(row, row_stride, num_rows, x, size, products);
+      if (n == 3 || n == 4) return DotJoinedRows<Vector, 4>(row, row_stride, num_rows, x, size, products);
+      if (n >= 5 && n <= 8) return DotJoinedRows<Vector, 8>(row, row_stride, num_rows, x, size, products);
+    }
+    DotRowByRow<BlockKernels>(rows, row_stride, num_rows, prepared, size, products);
+  }
+
   // A partial last group of some rows, spread to 16 lanes: those that it lacks have factors of zero.
   template <int num_rows>
   struct LastGroup {
@@ -309,7 +379,7 @@ struct BlockKernels {
   }
 
   static constexpr RowKernels kTable = {Row::kType, kGroupColumns, kBlock, RowBytes, PreparedBytes, Prepare,
-                                        DotTokens<BlockKernels, Vector::kBlockTokens>, AddAnyRows<BlockKernels>,
-                                        Finish, Unpack, TransposePanel, MultiplyPanel<Vector::kPanelTokens>,
+                                        DotTokens<BlockKernels, Vector::kBlockTokens>, DotRows, JoinsRows,
+                                        AddAnyRows<BlockKernels>, Finish, Unpack, TransposePanel, MultiplyPanel<Vector::kPanelTokens>,
                                         SumWords};
 };

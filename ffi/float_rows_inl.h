@@ -195,8 +195,10 @@ struct FloatKernels {
     }
   }
 
-  static constexpr RowKernels kTable = {Row::kType, kBlock, 1, RowBytes, PreparedBytes, Prepare,
-                                        DotTokens<FloatKernels, Vector::kFloatTokens>, AddAnyRows<FloatKernels>,
-                                        Finish, Unpack, TransposePanel, MultiplyPanel<Vector::kPanelTokens>,
-                                        SumWords};
+  static bool JoinsRows(int64_t /*size*/) { return false; }
+
+  static constexpr RowKernels kTable = {
+      Row::kType, kBlock, 1, RowBytes, PreparedBytes, Prepare, DotTokens<FloatKernels, Vector::kFloatTokens>,
+      DotRowByRow<FloatKernels>, JoinsRows, AddAnyRows<FloatKernels>, Finish, Unpack, TransposePanel,
+      MultiplyPanel<Vector::kPanelTokens>, SumWords};
 };

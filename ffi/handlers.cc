@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "activation.h"
+#include "low_rank.h"
 #include "matvec.h"
 #include "norm.h"
 #include "panel_product.h"
@@ -139,13 +140,7 @@ ffi::Error PackedFfnImpl(Matrix32 x, PackedRows rows, Vector32 gate_bias, Vector
 
 // Rows of `columns` weights: a plain array [rows, columns], or packed ones, which begin at byte `offset` of each row of
 // an array of bytes.
-struct Rows {
-  const RowKernels* kernels;
-  const char* data;
-  int64_t count, stride;
-};
-
-ffi::Error ReadRows(const ffi::AnyBuffer& weight, int64_t columns, int64_t format, int64_t offset, Rows* rows) {
+ffi::Error ReadRows(const ffi::AnyBuffer& weight, int64_t columns, int64_t format, int64_t offset, MatrixRows* rows) {
   if (weight.dimensions().size() != 2) return ffi::Error::InvalidArgument("weight: expected two axes");
   if (format < 0 || format > 2) {
     return ffi::Error::InvalidArgument("format: expected 0 (as stored), 1 (q8_0) or 2 (q4_0), got " +
@@ -173,7 +168,7 @@ ffi::Error ReadRows(const ffi::AnyBuffer& weight, int64_t columns, int64_t forma
 ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixResult y, int64_t format,
                       int64_t offset) {
   const int64_t batch = x.dimensions()[0], columns = x.dimensions()[1];
-  Rows rows;
+  MatrixRows rows;
   PJAX_RETURN_IF_ERROR(ReadRows(weight, columns, format, offset, &rows));
   if (bias.element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("bias", bias.dimensions(), {rows.count}));
   PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, rows.count}));
@@ -183,9 +178,27 @@ ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixRe
   return ffi::Error::Success();
 }
 
+ffi::Error LowRankMaskImpl(Matrix32 x, ffi::AnyBuffer first, ffi::AnyBuffer second, Vector32 bias,
+                           ffi::BufferR0<ffi::F32> threshold, ffi::ResultBufferR2<ffi::PRED> mask,
+                           int64_t first_format, int64_t second_format) {
+  LowRankArgs args = {};
+  args.batch = x.dimensions()[0];
+  args.columns = x.dimensions()[1];
+  PJAX_RETURN_IF_ERROR(ReadRows(first, args.columns, first_format, 0, &args.first));
+  PJAX_RETURN_IF_ERROR(ReadRows(second, args.first.count, second_format, 0, &args.second));
+  PJAX_RETURN_IF_ERROR(Expect("bias", bias.dimensions(), {args.second.count}));
+  PJAX_RETURN_IF_ERROR(Expect("mask", mask->dimensions(), {args.batch, args.second.count}));
+  args.bias = bias.typed_data();
+  args.threshold = *threshold.typed_data();
+  args.x = x.typed_data();
+  args.mask = mask->typed_data();
+  LowRankMask(args, ThreadPool::Process());
+  return ffi::Error::Success();
+}
+
 ffi::Error CombineRowsImpl(Matrix32 x, ffi::AnyBuffer weight, MatrixResult y, int64_t format, int64_t offset) {
   const int64_t batch = x.dimensions()[0], columns = y->dimensions()[1];
-  Rows rows;
+  MatrixRows rows;
   PJAX_RETURN_IF_ERROR(ReadRows(weight, columns, format, offset, &rows));
   PJAX_RETURN_IF_ERROR(Expect("x", x.dimensions(), {batch, rows.count}));
   PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, columns}));
@@ -227,6 +240,7 @@ extern "C" {
 PJAX_EXPORT XLA_FFI_Error* pjax_sparse_ffn(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_packed_ffn(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_matvec(XLA_FFI_CallFrame*);
+PJAX_EXPORT XLA_FFI_Error* pjax_low_rank_mask(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_norm(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_combine_rows(XLA_FFI_CallFrame*);
 PJAX_EXPORT XLA_FFI_Error* pjax_stream_sum(XLA_FFI_CallFrame*);
@@ -285,6 +299,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_matvec, pjax::MatvecImpl,
                                   .Ret<pjax::Matrix32>()
                                   .Attr<int64_t>("format")
                                   .Attr<int64_t>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_low_rank_mask, pjax::LowRankMaskImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<pjax::Matrix32>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<pjax::Vector32>()
+                                  .Arg<xla::ffi::BufferR0<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::BufferR2<xla::ffi::PRED>>()
+                                  .Attr<int64_t>("first_format")
+                                  .Attr<int64_t>("second_format"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_combine_rows, pjax::CombineRowsImpl,
                               xla::ffi::Ffi::Bind()

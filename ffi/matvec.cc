@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kMinChunkBytes = 32 * 1024;
 
 // Bytes read below which a call stays on its thread: about 10 us of work, less than waking a worker takes.
-constexpr int64_t kInlineBytes = 256 * 1024;
+constexpr int64_t kInlineBytes = 128 * 1024;
 
 // Rows are read one after the other; the request runs this far ahead. The streamer stops at a page of 4 KB, and a
 // request in the next one starts it there early (+20 to +35 % of the stream; 2 to 8 KB are equal within 2 %).
@@ -58,14 +58,22 @@ void PrepareTokens(void* data) {
 
 void MultiplyPiece(const MatvecWork& work, Chunk rows) {
   const MatvecArgs& args = work.args;
+  const auto* weight = static_cast<const char*>(args.weight);
   for (int64_t first = 0; first < args.batch; first += work.tile_tokens) {
     const int64_t num_tokens = std::min(work.tile_tokens, args.batch - first);
+    const char* x = work.x + first * work.prepared_bytes;
+    if (num_tokens == 1) {
+      float* y = args.y + first * args.rows;
+      work.kernels.dot_rows(weight + rows.begin * args.row_stride, args.row_stride, rows.end - rows.begin, x,
+                            args.columns, y + rows.begin);
+      for (int64_t r = rows.begin; args.bias != nullptr && r < rows.end; ++r) y[r] += args.bias[r];
+      continue;
+    }
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const char* row = static_cast<const char*>(args.weight) + r * args.row_stride;
+      const char* row = weight + r * args.row_stride;
       const float bias = args.bias != nullptr ? args.bias[r] : 0.0f;
       float products[kMaxTileTokens];
-      work.kernels.dots(row, work.x + first * work.prepared_bytes, work.prepared_bytes, num_tokens, args.columns,
-                        row + kAheadBytes, products);
+      work.kernels.dots(row, x, work.prepared_bytes, num_tokens, args.columns, row + kAheadBytes, products);
       for (int64_t t = 0; t < num_tokens; ++t) args.y[(first + t) * args.rows + r] = products[t] + bias;
     }
   }
@@ -112,7 +120,7 @@ void MultiplyByDots(const MatvecArgs& args, const RowKernels& kernels, ThreadPoo
                   kernels,
                   scratch.Take<char>(args.batch * prepared_bytes),
                   prepared_bytes,
-                  TileTokens(prepared_bytes),
+                  kernels.joins_rows(args.columns) ? 1 : TileTokens(prepared_bytes),
                   Chunks(args.batch, 1, pool.num_threads()),
                   Chunks(args.rows, min_rows, pool.num_threads())};
   pool.Run(args.batch >= kMinSharedTokens, PrepareTokens, &work);

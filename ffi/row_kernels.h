@@ -49,6 +49,11 @@ struct RowKernels {
   // alone and beside others. While line i of the row is used, line i of `next` is prefetched (it may be any address).
   void (*dots)(const void* row, const void* prepared, int64_t stride, int64_t num_tokens, int64_t size,
                const void* next, float* products);
+  // products[r] = the product of row r with one prepared x, of rows that lie `row_stride` bytes apart.
+  void (*dot_rows)(const void* rows, int64_t row_stride, int64_t num_rows, const void* prepared, int64_t size,
+                   float* products);
+  // Whether dot_rows takes several rows at a time, as fast as one, and so adds their products in an order of its own.
+  bool (*joins_rows)(int64_t size);
   // sums[i] += coefficients[0] * rows[0][i] + ..., in that order, for the first num_rows <= kGroup rows.
   void (*add_rows)(const void* const* rows, const float* coefficients, int num_rows, float* sums, int64_t size,
                    const void* const* next);

@@ -8,6 +8,8 @@
 //   LoadHalfs: kLanes float16.   LoadBytes: kLanes int8.
 //   ZeroInts.   LoadInts, StoreInts: from and to any address.   ToFloats.
 //   LoadSomeInts, LoadSomeHalfs: the first `count` (any number from 0) and zeros, touching nothing behind them.
+//   kJoinsRows: whether these are there.   JoinInts, JoinHalfs(into, from, first, count): lanes first..first + count
+//     from memory, the others as they were; Halfs: kLanes float16.   ZeroHalfs.   ToFloats, of Halfs too.
 //   LoadNibbles(words, i): bits 4i..4i+3 of each of kLanes words, minus 8; may read kReadBehind bytes behind them.
 //   RepeatFourTimes: kLanes / 4 floats, each four times.   Transpose4: 4 x 4 floats.
 //   MagnitudeBits: the bits of the largest of 32 floats without their signs; no less than those of infinity for a NaN.
@@ -55,6 +57,16 @@ void DotTokens(const void* row, const void* prepared, int64_t stride, int64_t nu
   }
   if constexpr (count > 1) {
     if (num_tokens > 0) DotTokens<Kernels, count / 2>(row, x, stride, num_tokens, size, next, products);
+  }
+}
+
+template <typename Kernels>
+void DotRowByRow(const void* rows, int64_t row_stride, int64_t num_rows, const void* prepared, int64_t size,
+                 float* products) {
+  const auto* x = static_cast<const char*>(prepared);
+  const auto* row = static_cast<const char*>(rows);
+  for (int64_t r = 0; r < num_rows; ++r, row += row_stride) {
+    Kernels::template Dots<1>(row, x, 0, size, row + kStreamAheadBytes, products + r);
   }
 }
 

@@ -12,6 +12,7 @@ struct Vector : Avx2Floats {
   using Ints = __m256i;
   static constexpr int kAccumulators = 8;
   static constexpr int kFloatTokens = 1, kBlockTokens = 4, kPanelTokens = 3;
+  static constexpr bool kJoinsRows = false;
   static constexpr int kByteOffset = 0;
 
   static float Sum(Floats value) {

@@ -10,6 +10,7 @@ struct Vector {
   static constexpr int kLanes = 16;
   static constexpr int kAccumulators = 2;
   static constexpr int kFloatTokens = 1, kBlockTokens = 1, kPanelTokens = 1;
+  static constexpr bool kJoinsRows = false;
   static constexpr int kByteOffset = 0;
   struct Floats {
     float lane[kLanes];

@@ -33,7 +33,7 @@ def predict_scores(predictor: Predictor, x: jax.Array) -> jax.Array:
     if isinstance(predictor, SignPredictor):
         return ops.sign_scores(x, predictor.bits, predictor.slope, predictor.bias)
     hidden = jax.nn.relu(ops.matvec(x, predictor.first))
-    return ops.matvec(hidden, predictor.second) + predictor.bias[None, :]
+    return ops.matvec(hidden, predictor.second, predictor.bias)
 
 
 def predictor_input(predictor: Predictor, x: jax.Array, residual: jax.Array) -> jax.Array:
@@ -53,7 +53,11 @@ def predict_mask(predictor: Predictor, x: jax.Array, residual: jax.Array) -> jax
         bool [..., neurons].
     """
     seen = predictor_input(predictor, x, residual)
-    mask = predict_scores(predictor, seen.reshape(-1, seen.shape[-1])) > predictor.threshold
+    rows = seen.reshape(-1, seen.shape[-1])
+    if isinstance(predictor, SignPredictor):
+        mask = predict_scores(predictor, rows) > predictor.threshold
+    else:
+        mask = ops.low_rank_mask(rows, predictor.first, predictor.second, predictor.bias, predictor.threshold)
     return mask.reshape(*x.shape[:-1], -1)
 
 

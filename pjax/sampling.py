@@ -69,7 +69,7 @@ def greedy(logits: jax.Array, penalty: Penalty | None) -> tuple[jax.Array, Penal
         (ids int32 [batch], penalty with the ids marked as seen)
     """
     logits = penalize(logits.astype(jnp.float32), penalty)
-    return _mark(_checked(jnp.argmax(logits, axis=-1), logits), penalty)
+    return _mark(_checked(_best(logits), logits), penalty)
 
 
 def sample(logits: jax.Array, state: Sampler) -> tuple[jax.Array, Sampler]:
@@ -94,7 +94,7 @@ def sample(logits: jax.Array, state: Sampler) -> tuple[jax.Array, Sampler]:
     sums = jnp.cumsum(jnp.where(kept, jnp.exp(scaled), 0.0), axis=-1)
     # Rounding may let a sum grow where nothing is kept, and the last one stay below its share.
     reached = kept & (sums > u * sums[:, -1:])
-    ids = jnp.where(reached.any(-1), jnp.argmax(reached, axis=-1), jnp.argmax(logits, axis=-1))
+    ids = jnp.where(reached.any(-1), jnp.argmax(reached, axis=-1), _best(logits))
     ids, penalty = _mark(_checked(ids, logits), state.penalty)
     return ids, state._replace(penalty=penalty, keys=jax.random.key_data(pairs[:, 0]))
 
@@ -162,6 +162,16 @@ def _smallest_head(logits: jax.Array, weights: jax.Array, target: jax.Array) -> 
     num_level = jnp.ceil(missing / jnp.where(level, weights, 0.0).max(-1, keepdims=True))
     rank = jnp.cumsum(level, axis=-1, dtype=jnp.int32)
     return above | (level & (rank <= jnp.maximum(num_level, 1.0)))
+
+
+def _best(logits: jax.Array) -> jax.Array:
+    """The lowest id of the largest logit, int32 [batch]; no id at all where one is NaN.
+
+    XLA's CPU backend compiles argmax to a loop that takes one number at a time: 170 us for 32,000 logits
+    instead of 40.
+    """
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
+    return jnp.where(logits == logits.max(-1, keepdims=True), ids, logits.shape[-1]).min(-1)
 
 
 def _checked(ids: jax.Array, logits: jax.Array) -> jax.Array:

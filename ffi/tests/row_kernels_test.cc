@@ -1,6 +1,8 @@
 // Every function of every instruction set and weight type against double precision, over sizes with every remainder.
 #include "row_kernels.h"
 
+#include <algorithm>
+
 #include "testing.h"
 
 namespace pjax {
@@ -63,6 +65,35 @@ void CheckDots(const RowKernels& kernels, WeightType type, const std::string& te
     kernels.dots(row.bytes.data(), x, stride, num_tokens, size, x, products.data());
     PJAX_CHECK(SameBits(products, {alone.begin(), alone.begin() + num_tokens}),
                text + ", " + std::to_string(num_tokens) + " dots of " + std::to_string(size));
+  }
+}
+
+// Rows one behind the other, with a gap between them, have the products that each has alone, wherever the first lies.
+void CheckDotRows(const RowKernels& kernels, WeightType type, const std::string& text, int64_t size,
+                  std::mt19937& rng) {
+  constexpr int64_t kRows = 37, kGap = 24;
+  const Weights weights(rng, type, kRows, size);
+  const int64_t stride = weights.row_bytes + kGap;
+  std::vector<char> apart(kRows * stride);
+  for (int64_t r = 0; r < kRows; ++r) {
+    std::copy_n(weights.bytes.data() + r * weights.row_bytes, weights.row_bytes, apart.data() + r * stride);
+  }
+  const std::vector<float> x = RandomFloats(rng, size);
+  const Prepared prepared(kernels, x.data(), size);
+  std::vector<float> whole(kRows, NAN);
+  kernels.dot_rows(apart.data(), stride, kRows, prepared.data, size, whole.data());
+  for (int64_t r = 0; r < kRows; ++r) {
+    float alone, magnitude = 0;
+    const char* row = apart.data() + r * stride;
+    kernels.dots(row, prepared.data, 0, 1, size, row, &alone);
+    for (int64_t i = 0; i < size; ++i) magnitude += fabs(weights.values[r * size + i] * x[i]);
+    PJAX_CHECK(fabs(whole[r] - alone) <= (kernels.joins_rows(size) ? 2 * SumTolerance(size, magnitude) : 0),
+               text + ", dot_rows of " + std::to_string(size));
+  }
+  for (int64_t first : {1, 3, 7, 36}) {
+    std::vector<float> some(kRows - first, NAN);
+    kernels.dot_rows(apart.data() + first * stride, stride, kRows - first, prepared.data, size, some.data());
+    PJAX_CHECK(SameBits(some, {whole.begin() + first, whole.end()}), text + ", dot_rows from " + std::to_string(first));
   }
 }
 
@@ -156,9 +187,10 @@ int main() {
     for (int64_t size = 0; size <= (IsPacked(type) ? 3200 : 300); size += kernels.columns_per_scale) {
       CheckDot(kernels, type, text, size, rng);
     }
-    for (int64_t size : {0, 1, 7, 31, 32, 33, 63, 64, 65, 96, 130, 257, 480, 512, 544, 896, 2560}) {
+    for (int64_t size : {0, 1, 7, 31, 32, 33, 63, 64, 65, 96, 128, 130, 160, 192, 256, 257, 288, 480, 512, 544, 896, 2560}) {
       if (size % kernels.columns_per_scale != 0) continue;
       CheckDots(kernels, type, text, size, rng);
+      CheckDotRows(kernels, type, text, size, rng);
       CheckAddRows(kernels, type, text, size, rng);
       CheckNotFinite(kernels, type, text, size, rng);
     }

@@ -1,6 +1,7 @@
 """The operators: FFNs that skip inactive neurons, mat-vec, norms, decode attention, the bandwidth probe."""
 
 from pjax.ops.attention import decode_attention as decode_attention
+from pjax.ops.low_rank import low_rank_mask as low_rank_mask
 from pjax.ops.matvec import matvec as matvec
 from pjax.ops.matvec import stream_sum as stream_sum
 from pjax.ops.norm import norm as norm

@@ -31,6 +31,7 @@ _TARGETS = tuple(
         "sparse_ffn",
         "packed_ffn",
         "matvec",
+        "low_rank_mask",
         "combine_rows",
         "decode_attention",
         "norm",
@@ -184,6 +185,16 @@ def norm(
     call = jax.ffi.ffi_call("pjax_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     weights = (_float32_or_empty(scale), _float32_or_empty(bias))
     return call(x, *weights, centered=np.bool_(centered), eps=np.float32(eps))
+
+
+def low_rank_mask(
+    x: jax.Array, first: Rows, second: Rows, bias: jax.Array, threshold: jax.Array
+) -> jax.Array:
+    """The kernel behind `pjax.ops.low_rank_mask`: bool [batch, neurons], x float32 [batch, in]."""
+    formats = {"first_format": first.attributes["format"], "second_format": second.attributes["format"]}
+    result = jax.ShapeDtypeStruct((x.shape[0], second.array.shape[0]), bool)
+    call = jax.ffi.ffi_call("pjax_low_rank_mask", result)
+    return call(x, first.array, second.array, bias, threshold, **formats)
 
 
 def sign_scores(x: jax.Array, bits: jax.Array, slope: jax.Array, bias: jax.Array) -> jax.Array:

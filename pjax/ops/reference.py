@@ -105,6 +105,13 @@ def sparse_ffn(
     return _multiply(values, ffn.down, weight_axis=0), counts
 
 
+def low_rank_mask(
+    x: jax.Array, first: Matrix, second: Matrix, bias: jax.Array, threshold: jax.Array
+) -> jax.Array:
+    """See `pjax.ops.low_rank_mask`."""
+    return matvec(jax.nn.relu(matvec(x, first)), second, bias) > threshold
+
+
 def stream_sum(x: jax.Array) -> jax.Array:
     """Sum modulo 2**32 of an array's bytes taken as little-endian uint32 words, zero-padded at the end."""
     flat = x.reshape(-1)
