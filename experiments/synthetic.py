@@ -95,7 +95,10 @@ def make_model(shape: Shape, dtype: str, seed: int = 0) -> tuple[Decoder, Predic
         layers.append(predictor)
         layer.ffn.set_weights(make_ffn(rng, opener, config.gated, dtype))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(layers[0]))
-    report = PredictorReport(shape.rank, 1.0, 1.0, shape.density, shape.density, threshold, num_bytes)
+    density = shape.density
+    report = PredictorReport(
+        shape.rank, 1.0, 1.0, density, density, threshold, num_bytes, contribution_recall=1.0, kind="lowrank"
+    )
     return model, Predictors(tuple(layers), (report,) * config.layers)
 
 

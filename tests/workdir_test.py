@@ -76,7 +76,9 @@ def test_predictors_round_trip(tmp_path):
         )
         for n, which in ((4, "normed"), (5, "residual"), (6, "normed"))
     )
-    reports = tuple(PredictorReport(2, 1 / 3, 0.5, 0.25, 0.125, -1e9, 60 + i) for i in range(3))
+    reports = tuple(
+        PredictorReport(2, 1 / 3, 0.5, 0.25, 0.125, -1e9, 60 + i, 0.75, "lowrank") for i in range(3)
+    )
     found = workdir.unpack_predictors(
         through_file(tmp_path, workdir.pack_predictors(Predictors(layers, reports)))
     )
