@@ -108,7 +108,7 @@ def test_the_workdir_agrees_with_the_report(first, workdir):
     assert not (workdir / "predictors.checkpoints").exists()
     assert [r._asdict() for r in predictors.reports] == report["predictor"]["per_layer"]
     page = (workdir / "report.html").read_text()
-    assert "<h1>demo</h1>" in page and f"{report['speed']['dense_tokens_per_s']:,.1f}" in page
+    assert "<h1>demo: pjax report</h1>" in page and f"{report['speed']['dense_tokens_per_s']:,.1f}" in page
     placement = unpack_placement(load(workdir, "placement", None), (1024,) * 6)
     assert [int(mask.sum()) for mask in placement.hot_mask] == report["placement"]["hot_neurons"]
 
