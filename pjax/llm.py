@@ -16,7 +16,7 @@ from pjax.imported import import_predictors
 from pjax.model import Decoder
 from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.weights_file import WEIGHTS_FILE, load_weights, weights_origin
-from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
+from pjax.workdir import FORMAT, load, unpack_placement, unpack_predictors, unpack_thresholds
 
 
 class LLM:
@@ -50,10 +50,11 @@ class LLM:
                     f"dtype, activation: {workdir} is a workdir, which was prepared with its own"
                 )
             found = manifest = read_json(manifest_file)
-            if found.get("version") != VERSION:
+            if (found.get("version"), found.get("format")) != (VERSION, FORMAT):
                 raise ValueError(
-                    f"{manifest_file}: expected the manifest of a workdir that pjax {VERSION} prepared, got "
-                    f"one of version {found.get('version')!r}; run pjax.run on {workdir} again"
+                    f"{manifest_file}: expected the manifest of a workdir that pjax {VERSION} prepared, in "
+                    f"format {FORMAT}, got one of version {found.get('version')!r}, format "
+                    f"{found.get('format')!r}; run pjax.run on {workdir} again"
                 )
             model_path, dtype, activation = found["model"], found["dtype"], found["activation"]
         keep_compiled()

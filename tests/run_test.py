@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pjax
-from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
+from pjax.workdir import FORMAT, load, save, unpack_placement, unpack_predictors, unpack_thresholds
 
 pytestmark = pytest.mark.xdist_group("run")  # one process prepares the workdir for all
 
@@ -180,6 +180,22 @@ def test_llm_refuses_a_workdir_of_other_weights(first, workdir, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "workdir.json").write_text(json.dumps(manifest | {"fingerprint": "0"}))
     with pytest.raises(ValueError, match="was prepared from other weights"):
+        pjax.LLM(tmp_path)
+    (tmp_path / "workdir.json").write_text(json.dumps(manifest | {"format": FORMAT - 1}))
+    with pytest.raises(ValueError, match=rf"format {FORMAT}, got .* format {FORMAT - 1}; run pjax.run on"):
+        pjax.LLM(tmp_path)
+
+
+def test_llm_refuses_a_whole_artefact_that_lacks_something(first, workdir, tmp_path):
+    for file in (*workdir.glob("*.npz"), *workdir.glob("*.json"), workdir / "weights.pack"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    made_from = json.loads((workdir / "workdir.json").read_text())["made_from"]["placement"]
+    placement = load(workdir, "placement", made_from)
+    del placement.record["layers"]
+    save(tmp_path, "placement", made_from, placement)
+    with pytest.raises(
+        ValueError, match="workdir's placement.json .* lacks 'layers'; delete it, and pjax.run"
+    ):
         pjax.LLM(tmp_path)
 
 
