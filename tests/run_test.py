@@ -209,6 +209,10 @@ def test_llm_refuses_a_whole_artefact_that_lacks_something(first, workdir, tmp_p
         (("--config=configs/quickstart.py", "--config.predictor.recall=1.5"), "config.predictor.recall"),
         (("--config=configs/quickstart.py", "--config.model=/nowhere/at/all"), "/nowhere/at/all"),
         (("--config=configs/quickstart.py", "--config.hardware=abacus"), "abacus"),
+        (
+            ("--config=configs/quickstart.py", "--config.hardware={folder}"),
+            "config.hardware: {folder}: expected",
+        ),
         (("--config=configs/quickstart.py", "--workdirr=x"), "workdirr"),
         (("--config=configs/quickstart.py", f"--prompt={'import os ' * 300}"), "context"),
         (("--config=configs/quickstart.py", "--config.dtype=int3"), "config.dtype"),
@@ -217,6 +221,8 @@ def test_llm_refuses_a_whole_artefact_that_lacks_something(first, workdir, tmp_p
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_code_2(args, message, tmp_path):
+    (folder := tmp_path / "machine.toml").mkdir()
+    args, message = [arg.format(folder=folder) for arg in args], message.format(folder=folder)
     code, out, err = run(*args, *(() if "--workdirr=x" in args else (f"--workdir={tmp_path}",)))
     lines = [line for line in err.splitlines() if line and not line.startswith("[")]
     assert (code, out, len(lines)) == (2, "", 1), err
