@@ -14,6 +14,7 @@ from pjax.formats.checkpoint import Checkpoint
 from pjax.generate import Generation, generate, stream
 from pjax.imported import import_predictors
 from pjax.model import Decoder
+from pjax.ops.ffi import unusable_reason
 from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.weights_file import WEIGHTS_FILE, load_weights, weights_origin
 from pjax.workdir import FORMAT, load, unpack_placement, unpack_predictors, unpack_thresholds
@@ -32,11 +33,12 @@ class LLM:
         activation: see `load_model`; a workdir knows its own.
 
     Raises:
-        ValueError, FileNotFoundError: if it cannot be loaded, or if the workdir was prepared from
-            another model than the one that is there now.
+        ValueError, FileNotFoundError: if it cannot be loaded, if the workdir was prepared from another model
+            than the one that is there now, or if a variable of the environment makes no sense.
     """
 
     def __init__(self, path: str | os.PathLike, *, dtype: str | None = None, activation: str | None = None):
+        unusable_reason()  # raises if PJAX_CPU or PJAX_NUM_THREADS make no sense
         workdir = expand_path(path)
         manifest_file = workdir / "workdir.json"
         self.predictors: Predictors | None = None
