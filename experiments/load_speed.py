@@ -52,7 +52,10 @@ _READ_BYTES = 16 << 20  # At a time; larger ones are no faster.
 def write_model(folder: Path, num_shards: int, quick: bool) -> None:
     """Writes a LLaMA with shapes as those of a 1.3B model."""
     width, neurons, layers, vocab = (512, 2048, 12, 8192) if quick else (2048, 5504, 24, 32000)
-    shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, width),
+        "lm_head.weight": (vocab, width),
+    }
     shapes["model.norm.weight"] = (width,)
     for layer in range(layers):
         stem = f"model.layers.{layer}"
@@ -194,7 +197,7 @@ def first_token_table(scratch: Path, repeats: int) -> Table:
 def main(argv):
     """Measures and prints."""
     del argv
-    if _TASK.value:
+    if _TASK.value and _FOLDER.value:
         print(json.dumps(run_task(_TASK.value, Path(_FOLDER.value))))
         return
     repeats = 1 if _QUICK.value else _REPEATS.value
