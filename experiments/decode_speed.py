@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from flax import nnx
 
 from experiments.synthetic import SHAPES, make_model
 from pjax import ops
-from pjax.base import MODES, DecodeState, Predictors
+from pjax.base import MODES, DecodeState, Mode, Predictors
 from pjax.executor import OneProgram
 from pjax.generate import cache_capacity
 from pjax.model import Decoder
@@ -44,7 +45,9 @@ _MODES = flags.DEFINE_list("modes", list(MODES), "Modes to decode in.")
 _DENSITY = flags.DEFINE_float("density", None, "Share of active neurons; default the published one.")
 _RANK = flags.DEFINE_integer("rank", None, "Of the predictors; default the shape's.", lower_bound=32)
 _CONTEXT = flags.DEFINE_integer("context", 64, "Tokens in the cache.", lower_bound=1)
-_THREADS = flags.DEFINE_integer("threads", os.cpu_count(), "Of our kernels and of the peer.", lower_bound=1)
+_THREADS = flags.DEFINE_integer(
+    "threads", os.cpu_count() or 1, "Of our kernels and of the peer.", lower_bound=1
+)
 _PEER = flags.DEFINE_enum(
     "peer", None, ["llama_cpp", "ctranslate2"], "Decode the same shape with a peer, too."
 )
@@ -123,7 +126,7 @@ def main(argv):
     model, predictors = make_model(shape, _DTYPE.value)
     runs, rows = {}, {}
     for mode in _MODES.value:
-        executor = OneProgram(model, mode=mode, predictors=predictors)
+        executor = OneProgram(model, mode=cast(Mode, mode), predictors=predictors)
         runs[mode], rows[mode] = decoder(executor, _CONTEXT.value, _TOKENS.value)
     runs |= peer(shape.config)
     times = dict(measure(runs, _REPEATS.value, _TOKENS.value))

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,9 +96,7 @@ def fuzz(
             process.join()
 
 
-def _received(
-    connection: Connection, process: multiprocessing.process.BaseProcess, number: int
-) -> Iterator[Outcome]:
+def _received(connection: Connection, process: BaseProcess, number: int) -> Iterator[Outcome]:
     """What a process reports; at last, if it died or hangs, the input that it was at."""
     assert connection.recv() == "ready"
     while True:

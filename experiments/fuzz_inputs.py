@@ -139,12 +139,13 @@ class GgufPieces(NamedTuple):
         raw = file.read_bytes()
         file.write_bytes(b"GGUF" + raw[4:])  # the package does not know PowerInfer's
         reader = gguf.GGUFReader(file)
-        keys = [f for f in reader.fields.values() if not f.name.startswith("GGUF.")]
+        fields = [f for f in reader.fields.values() if not f.name.startswith("GGUF.")]
         spans = [
-            [(f.offset, f.offset + sum(part.nbytes for part in f.parts)) for f in fields]
-            for fields in (keys, [tensor.field for tensor in reader.tensors])
+            [(f.offset, f.offset + sum(array.nbytes for array in f.parts)) for f in part]
+            for part in (fields, [tensor.field for tensor in reader.tensors])
         ]
-        return cls(raw[:4], *([raw[a:b] for a, b in span] for span in spans), raw[reader.data_offset :])
+        keys, tensors = ([raw[a:b] for a, b in span] for span in spans)
+        return cls(raw[:4], keys, tensors, raw[reader.data_offset :])
 
     def joined(self) -> bytes:
         """Returns the file again, with counts that are right."""

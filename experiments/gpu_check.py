@@ -19,7 +19,7 @@ from absl import app, flags
 from pjax.base import Executor, Mode
 from pjax.executor import OneProgram, TwoPrograms, device_pair, measure_overlap
 from pjax.executor.two_programs import cold_program
-from pjax.generate import generate
+from pjax.generate import Generation, generate
 from pjax.llm import LLM
 from pjax.sampling import greedy
 
@@ -41,7 +41,7 @@ def _keep_logits(logits, state):
     return jnp.argmax(logits, -1).astype(jnp.int32), logits
 
 
-def logits_along(executor: Executor, ids: np.ndarray, new_ids: tuple[int, ...]) -> np.ndarray:
+def logits_along(executor: OneProgram | TwoPrograms, ids: np.ndarray, new_ids: tuple[int, ...]) -> np.ndarray:
     """float32 [tokens, vocab]: the logits before each of `new_ids`, which are fed whatever was best."""
     state = executor.prefill(
         ids[None, :], np.array([len(ids)], np.int32), capacity=256, sample_fn=_keep_logits, sampler=None
@@ -52,6 +52,13 @@ def logits_along(executor: Executor, ids: np.ndarray, new_ids: tuple[int, ...]) 
         state = executor.step(state._replace(ids=fed), sample_fn=_keep_logits)
         logits.append(np.asarray(state.sampler)[0])
     return np.stack(logits)
+
+
+def new_ids(executor: Executor, ids: np.ndarray) -> tuple[int, ...]:
+    """What comes after a prompt."""
+    generation = generate(executor, None, ids.tolist(), max_new_tokens=_TOKENS.value)
+    assert isinstance(generation, Generation)  # one prompt gives one
+    return generation.ids
 
 
 def main(argv):
@@ -67,18 +74,20 @@ def main(argv):
     print(f"device {device} ({device.device_kind}), host {host}, jax {jax.__version__}")
     llm = LLM(_WORKDIR.value)
     model = llm.model
+    if llm.tokenizer is None:
+        sys.exit(f"--workdir: the model of {_WORKDIR.value} has no tokenizer")
     ids = np.asarray(llm.tokenizer.encode(PROMPT), np.int32)
     rng, failures = np.random.default_rng(0), 0
     for mode in MODES:
         whole = OneProgram(model, mode=mode, predictors=llm.predictors, device=host)
-        expected = generate(whole, None, ids.tolist(), max_new_tokens=_TOKENS.value).ids
+        expected = new_ids(whole, ids)
         logits = logits_along(whole, ids, expected)
         for share in SHARES:
             hot_mask = tuple(rng.permutation(n) < round(share * n) for n in model.config.neurons)
             split = TwoPrograms(
                 model, hot_mask, mode=mode, predictors=llm.predictors, device=device, host=host
             )
-            found = generate(split, None, ids.tolist(), max_new_tokens=_TOKENS.value).ids
+            found = new_ids(split, ids)
             difference = float(
                 np.abs(logits_along(split, ids, expected) - logits).max() / np.abs(logits).max()
             )

@@ -35,6 +35,7 @@ from pjax.formats import read_checkpoint
 from pjax.llm import LLM
 from pjax.storage import load_checkpoint, load_model, model_fingerprint
 from pjax.weights_file import WEIGHTS_FILE, save_weights, weights_origin
+from pjax.workdir import FORMAT
 
 _QUICK = flags.DEFINE_bool("quick", False, "A twentieth of the size, once, to see that it runs.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Processes for each figure, which is their median.", 1)
@@ -51,7 +52,10 @@ _READ_BYTES = 16 << 20  # At a time; larger ones are no faster.
 def write_model(folder: Path, num_shards: int, quick: bool) -> None:
     """Writes a LLaMA with shapes as those of a 1.3B model."""
     width, neurons, layers, vocab = (512, 2048, 12, 8192) if quick else (2048, 5504, 24, 32000)
-    shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, width),
+        "lm_head.weight": (vocab, width),
+    }
     shapes["model.norm.weight"] = (width,)
     for layer in range(layers):
         stem = f"model.layers.{layer}"
@@ -103,8 +107,13 @@ def prepare(folder: Path, workdir: Path, dtype: str | None) -> None:
     checkpoint = read_checkpoint(folder)
     model = load_checkpoint(checkpoint, dtype=dtype)
     save_weights(workdir / WEIGHTS_FILE, model, weights_origin(checkpoint, dtype))
-    manifest = {"version": VERSION, "model": str(folder), "dtype": dtype, "activation": None}
-    manifest |= {"fingerprint": model_fingerprint(model), "mode": "exact", "made_from": {}}
+    manifest = {"version": VERSION, "format": FORMAT, "model": str(folder), "dtype": dtype}
+    manifest |= {
+        "activation": None,
+        "fingerprint": model_fingerprint(model),
+        "mode": "exact",
+        "made_from": {},
+    }
     (workdir / "workdir.json").write_text(json.dumps(manifest))
 
 
@@ -188,7 +197,7 @@ def first_token_table(scratch: Path, repeats: int) -> Table:
 def main(argv):
     """Measures and prints."""
     del argv
-    if _TASK.value:
+    if _TASK.value and _FOLDER.value:
         print(json.dumps(run_task(_TASK.value, Path(_FOLDER.value))))
         return
     repeats = 1 if _QUICK.value else _REPEATS.value

@@ -10,12 +10,14 @@ at most 1.25 times.
 import json
 import os
 import sys
+from typing import cast
 
 import jax
 import numpy as np
 from absl import app, flags
 from flax import nnx
 
+from pjax.base import Mode
 from pjax.executor import TwoPrograms, measure_overlap
 from pjax.model import Decoder
 from pjax.model_config import ModelConfig, Rope
@@ -47,7 +49,7 @@ def main(argv):
     model = Decoder(config, rngs=nnx.Rngs(0))
     halves = tuple(np.arange(n) < n // 2 for n in config.neurons)
     device, host = jax.devices()
-    executor = TwoPrograms(model, halves, mode=_MODE.value, device=device, host=host)
+    executor = TwoPrograms(model, halves, mode=cast(Mode, _MODE.value), device=device, host=host)
     prompt = np.arange(32, dtype=np.int32)[None, :]
     state = executor.prefill(prompt, np.array([32], np.int32), capacity=256, sample_fn=greedy, sampler=None)
     overlap = measure_overlap(executor, state, greedy)

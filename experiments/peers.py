@@ -59,7 +59,7 @@ def llama_cpp_prefill(config: ModelConfig, dtype: str, *, tokens: int, threads: 
 
 def _llama_cpp(config: ModelConfig, dtype: str, *, context: int, threads: int) -> Any:
     """The engine, with random weights."""
-    from llama_cpp import Llama
+    from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 
     if config.family != "llama":
         raise ValueError(f"--peer=llama_cpp: expected the shape of a LLaMA, got {config.name}.")
@@ -145,7 +145,7 @@ def ctranslate2_decoder(config: ModelConfig, *, context: int, threads: int) -> C
         ImportError: ctranslate2 is not installed; it comes with the extra `bench`.
         ValueError: a model that is no OPT.
     """
-    import ctranslate2
+    import ctranslate2  # pyright: ignore[reportMissingImports]
 
     if config.family != "opt":
         raise ValueError(f"--peer=ctranslate2: expected the shape of an OPT, got {config.name}.")
@@ -170,7 +170,7 @@ def ctranslate2_decoder(config: ModelConfig, *, context: int, threads: int) -> C
 
 
 def _opt_spec(config: ModelConfig):
-    from ctranslate2.specs import TransformerDecoderModelSpec
+    from ctranslate2.specs import TransformerDecoderModelSpec  # pyright: ignore[reportMissingImports]
 
     spec = TransformerDecoderModelSpec.from_config(config.layers, config.heads)
     rng = np.random.default_rng(0)

@@ -91,7 +91,10 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     if os.environ.get("PJAX_NUM_THREADS") != "1":
         sys.exit("set PJAX_NUM_THREADS=1: each of the two emulated devices is to have one thread")
-    llm, stats = pjax.LLM(_WORKDIR.value), unpack_stats(load(Path(_WORKDIR.value), "profile", None))
+    llm, profile = pjax.LLM(_WORKDIR.value), load(Path(_WORKDIR.value), "profile", None)
+    if profile is None or llm.tokenizer is None:
+        sys.exit(f"--workdir: {_WORKDIR.value} lacks a profile or a tokenizer; prepare it with pjax.run")
+    stats = unpack_stats(profile)
     config, (host, device) = llm.model.config, jax.devices()[:2]
     ids = np.asarray(llm.tokenizer.encode(PROMPT), np.int32)
 

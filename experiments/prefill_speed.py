@@ -31,7 +31,9 @@ from pjax.weights import DTYPES
 _SHAPE = flags.DEFINE_enum("shape", "llama-1b-mha", list(SHAPES), "Published shape.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Type of all matrices.")
 _TOKENS = flags.DEFINE_integer("tokens", 512, "Of the prompt.", lower_bound=1)
-_THREADS = flags.DEFINE_integer("threads", os.cpu_count(), "Of our kernels and of the peer.", lower_bound=1)
+_THREADS = flags.DEFINE_integer(
+    "threads", os.cpu_count() or 1, "Of our kernels and of the peer.", lower_bound=1
+)
 _PEER = flags.DEFINE_enum("peer", None, ["llama_cpp"], "Read the same prompt with a peer, too.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Rounds; medians count.", lower_bound=1)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of the table.")

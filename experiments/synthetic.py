@@ -14,7 +14,7 @@ from pjax.memory import on_large_pages
 from pjax.model import Decoder, Linear
 from pjax.model_config import ModelConfig, Rope
 from pjax.ops.packed import pack_codes
-from pjax.weights import QUANTISED_DTYPES, Ffn, PackedFfn, PackedMatrix
+from pjax.weights import QUANTISED_DTYPES, Ffn, Matrix, PackedFfn, PackedMatrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,28 +88,36 @@ def make_model(shape: Shape, dtype: str, seed: int = 0) -> tuple[Decoder, Predic
         model.positions.set_value(jnp.asarray(rng.standard_normal(model.positions.shape, np.float32) * 0.02))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            module.set_weight(make_matrix(rng, *module.weight.shape, dtype))
+            rows, width = module.weight.shape
+            module.set_weight(make_matrix(rng, rows, width, dtype))
     layers = []
     for layer in model.layers:
         opener, predictor = make_opener(rng, config.model, layer.ffn.up.shape[0], shape.rank, threshold)
         layers.append(predictor)
         layer.ffn.set_weights(make_ffn(rng, opener, config.gated, dtype))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(layers[0]))
-    report = PredictorReport(shape.rank, 1.0, 1.0, shape.density, shape.density, threshold, num_bytes)
+    density = shape.density
+    report = PredictorReport(
+        shape.rank, 1.0, 1.0, density, density, threshold, num_bytes, contribution_recall=1.0, kind="lowrank"
+    )
     return model, Predictors(tuple(layers), (report,) * config.layers)
 
 
-def make_matrix(rng: np.random.Generator, rows: int, width: int, dtype: str):
-    """Random numbers of deviation near width**-0.5: the codes of the type itself, which is fast to make."""
-    scale = width**-0.5
+def make_matrix(rng: np.random.Generator, rows: int, width: int, dtype: str) -> Matrix:
+    """Random numbers of deviation near width**-0.5."""
     if dtype in QUANTISED_DTYPES:
-        codes = rng.integers(0, 256 if dtype == "q8_0" else 16, (rows, width // 32, 32), np.uint8)
-        deviation = (256 if dtype == "q8_0" else 16) / 12**0.5
-        scales = jnp.full((rows, width // 32), scale / deviation, jnp.float16)
-        packed = pack_codes(jnp.asarray(codes), scales, format=dtype)
-        return PackedMatrix(on_large_pages(packed), dtype, width)
-    values = jnp.asarray(rng.standard_normal((rows, width), np.float32) * np.float32(scale))
+        return PackedMatrix(on_large_pages(make_packed_rows(rng, rows, width, dtype)), dtype, width)
+    values = jnp.asarray(rng.standard_normal((rows, width), np.float32) * np.float32(width**-0.5))
     return on_large_pages(values.astype(dtype))
+
+
+def make_packed_rows(rng: np.random.Generator, rows: int, width: int, dtype: str) -> jax.Array:
+    """The rows of such a matrix in a quantised type: random codes, which are fast to make."""
+    num_codes = 256 if dtype == "q8_0" else 16
+    codes = rng.integers(0, num_codes, (rows, width // 32, 32), np.uint8)
+    deviation = num_codes / 12**0.5
+    scales = jnp.full((rows, width // 32), width**-0.5 / deviation, jnp.float16)
+    return pack_codes(jnp.asarray(codes), scales, format=dtype)
 
 
 def make_opener(
@@ -132,10 +140,9 @@ def make_ffn(rng: np.random.Generator, opener: jnp.ndarray, gated: bool, dtype: 
     """An FFN of that opener (gate, or up without one) and random other rows."""
     neurons, model = opener.shape
     if dtype in QUANTISED_DTYPES:
-        parts = [ops.pack_matrix(opener, dtype)]
-        parts += [make_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)]
-        rows = jnp.concatenate([part.rows for part in parts], axis=1)
-        return PackedFfn(on_large_pages(rows), dtype, model, gated)
+        parts = [ops.pack_matrix(opener, dtype).rows]
+        parts += [make_packed_rows(rng, neurons, model, dtype) for _ in range(2 if gated else 1)]
+        return PackedFfn(on_large_pages(jnp.concatenate(parts, axis=1)), dtype, model, gated)
     parts = [
         on_large_pages(opener.astype(dtype)),
         *(make_matrix(rng, neurons, model, dtype) for _ in range(2 if gated else 1)),

@@ -114,12 +114,12 @@ def observed_ffn_fn(layer, x, residual):
     return (gate * (x @ ffn.up.T)) @ ffn.down, (gate.mean(), (gate > 0).mean())
 
 
-def learning_rate(step: jax.Array) -> jax.Array:
+def learning_rate(step: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """The rate of a step: warm-up, part of a cosine, and a linear cool-down."""
     steps = _STEPS.value
     horizon = max(int(HORIZON * steps), WARMUP_STEPS + 1)
     cosine = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, WARMUP_STEPS, horizon, 1e-5)
-    return cosine(step) * jnp.clip((steps - step) / (COOLDOWN * steps), 0.0, 1.0)
+    return cosine(step) * jnp.clip((steps - jnp.asarray(step)) / (COOLDOWN * steps), 0.0, 1.0)
 
 
 def make_step(graphdef, optimizer):

@@ -166,7 +166,7 @@ class PredictorReport(NamedTuple):
         threshold: score above which a neuron is marked.
         bytes: of its weights.
         contribution_recall: recall, each neuron counted by how much it moves the output, |value| times the
-            norm of its down row; None if not measured.
+            norm of its down row.
         kind: "lowrank", "sign" or "none".
     """
 
@@ -177,8 +177,8 @@ class PredictorReport(NamedTuple):
     true_density: float
     threshold: float
     bytes: int
-    contribution_recall: float | None = None
-    kind: str = "lowrank"
+    contribution_recall: float
+    kind: str
 
 
 class ScoreHistogram(NamedTuple):

@@ -132,13 +132,16 @@ def read_hardware(path: str | os.PathLike) -> HardwareSpec:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not TOML, or a field is missing, unknown, of the wrong type or makes no sense.
+        ValueError: it is a folder or not TOML, or a field is missing, unknown, of the wrong type or makes no
+            sense.
     """
     path = expand_path(path)
     try:
         values = tomllib.loads(Path(path).read_text())
     except FileNotFoundError as error:
         raise FileNotFoundError(f"hardware: there is no file {path}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: expected a TOML file, cannot read it: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: expected a TOML file, {error}") from error
     hints = typing.get_type_hints(HardwareSpec)

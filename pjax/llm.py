@@ -14,9 +14,10 @@ from pjax.formats.checkpoint import Checkpoint
 from pjax.generate import Generation, generate, stream
 from pjax.imported import import_predictors
 from pjax.model import Decoder
+from pjax.ops.ffi import unusable_reason
 from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.weights_file import WEIGHTS_FILE, load_weights, weights_origin
-from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
+from pjax.workdir import FORMAT, load, unpack_placement, unpack_predictors, unpack_thresholds
 
 
 class LLM:
@@ -32,11 +33,12 @@ class LLM:
         activation: see `load_model`; a workdir knows its own.
 
     Raises:
-        ValueError, FileNotFoundError: if it cannot be loaded, or if the workdir was prepared from
-            another model than the one that is there now.
+        ValueError, FileNotFoundError: if it cannot be loaded, if the workdir was prepared from another model
+            than the one that is there now, or if a variable of the environment makes no sense.
     """
 
     def __init__(self, path: str | os.PathLike, *, dtype: str | None = None, activation: str | None = None):
+        unusable_reason()  # raises if PJAX_CPU or PJAX_NUM_THREADS make no sense
         workdir = expand_path(path)
         manifest_file = workdir / "workdir.json"
         self.predictors: Predictors | None = None
@@ -50,10 +52,11 @@ class LLM:
                     f"dtype, activation: {workdir} is a workdir, which was prepared with its own"
                 )
             found = manifest = read_json(manifest_file)
-            if found.get("version") != VERSION:
+            if (found.get("version"), found.get("format")) != (VERSION, FORMAT):
                 raise ValueError(
-                    f"{manifest_file}: expected the manifest of a workdir that pjax {VERSION} prepared, got "
-                    f"one of version {found.get('version')!r}; run pjax.run on {workdir} again"
+                    f"{manifest_file}: expected the manifest of a workdir that pjax {VERSION} prepared, in "
+                    f"format {FORMAT}, got one of version {found.get('version')!r}, format "
+                    f"{found.get('format')!r}; run pjax.run on {workdir} again"
                 )
             model_path, dtype, activation = found["model"], found["dtype"], found["activation"]
         keep_compiled()

@@ -15,7 +15,7 @@ from pjax.sampling import greedy
 from pjax.settings import QualitySettings
 from pjax.speed import measure_ffn, measure_speed
 from pjax.stages import Stages
-from pjax.workdir import Artefact, fingerprint
+from pjax.workdir import Artefact, fingerprint, unpacking
 
 SPEED_CAPACITY = 512
 """Of the KV cache while a split step is timed: the next bucket after the prompt and the timed steps."""
@@ -52,8 +52,10 @@ def quality_stage(
         return Artefact({}, record)
 
     record = stages.run("quality", fingerprint(made_from, rows, WayQuality._fields), make).record
-    quality = Quality({mode: WayQuality(**way) for mode, way in record["modes"].items()}, record["tokens"])
-    return quality_part(quality, record["layer_error"], settings)
+    with unpacking("quality.json"):
+        ways = {mode: WayQuality(**way) for mode, way in record["modes"].items()}
+        quality, layer_error = Quality(ways, record["tokens"]), record["layer_error"]
+    return quality_part(quality, layer_error, settings)
 
 
 def speed_stage(
@@ -112,7 +114,9 @@ def speed_stage(
     hot_mask = np.concatenate(placement.hot_mask) if placement else None
     devices, counted = list(map(str, jax.local_devices())), stages.made_from.get("profile")
     made_from = fingerprint(made_from, prompt, counted, hot_mask, simulated, devices)
-    return stages.run("speed", made_from, make).record
+    record = stages.run("speed", made_from, make).record
+    with unpacking("speed.json"):
+        return {key: record[key] for key in ("executor", "speed", "decode")}
 
 
 def _check_allocation(split: TwoPrograms, memory: MemoryPlan, placement: Placement) -> None:

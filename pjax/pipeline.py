@@ -40,6 +40,7 @@ from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.textio import encode_prompts
 from pjax.weights_file import WEIGHTS_FILE, load_weights, save_weights, weights_origin
 from pjax.workdir import (
+    FORMAT,
     Artefact,
     fingerprint,
     pack_placement,
@@ -260,6 +261,7 @@ def _write_manifest(stages: Stages, settings: Settings, model: Decoder, mode: Mo
     """What `LLM` needs to open the workdir."""
     manifest = {
         "version": VERSION,
+        "format": FORMAT,
         "model": str(expand_path(settings.model).absolute()),
         "dtype": settings.dtype,
         "activation": settings.activation,

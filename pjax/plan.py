@@ -19,7 +19,7 @@ from pjax.predictor import fitting_dtype, most_bytes
 from pjax.settings import PlacementSettings, PredictorSettings, Settings, device_budget
 from pjax.stages import Stages
 from pjax.weights import row_bytes
-from pjax.workdir import Artefact, fingerprint
+from pjax.workdir import Artefact, fingerprint, unpacking
 
 RESERVE = 1 / 16
 """Of the device's memory left alone by "max": compiled programs, and what its allocator loses between arrays;
@@ -120,7 +120,8 @@ def _hardware(stages: Stages, settings: Settings) -> HardwareSpec:
     record = stages.run(
         "hardware", devices, lambda fn: Artefact({}, dataclasses.asdict(measure_hardware()))
     ).record
-    return HardwareSpec(**record)
+    with unpacking("hardware.json"):
+        return HardwareSpec(**record)
 
 
 def weight_sizes(checkpoint: Checkpoint, dtype: str | None) -> WeightSizes:

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
         console.print(layer_table(report["placement"]))
     write_atomically(workdir / "report.html", report_page(report, prepared.stats).encode())
     if report["placement"] and can_draw():
-        draw_placement(report["placement"]).savefig(workdir / "placement.png")
+        draw_placement(report["placement"]).savefig(workdir / "placement.png", dpi=200)
         console.print(f"picture: {workdir / 'placement.png'}", highlight=False)
     console.print(f"report: {workdir / 'report.json'}, {workdir / 'report.html'}", highlight=False)
 

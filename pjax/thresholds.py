@@ -141,7 +141,7 @@ def trade_off(predictors: Predictors, recall: float) -> str:
     for shown in sorted({*SHOWN_RECALLS, recall}):
         reports = set_recall(predictors, shown).reports
         density, contribution = (
-            float(np.mean([getattr(report, field) or 0.0 for report in reports]))
+            float(np.mean([getattr(report, field) for report in reports]))
             for field in ("density", "contribution_recall")
         )
         mark = "*" if shown == recall else ""

@@ -5,13 +5,14 @@ fingerprint says what it was made from; one that does not match is not returned,
 refused, never used.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,9 @@ from pjax.weights import BFLOAT16, BLOCK, PackedMatrix, row_bytes
 
 RECORD = "__record__"
 """Name of the JSON record among the arrays."""
+
+FORMAT = 2
+"""Of all that is written here; one more whenever any of it changes, so that none of it is misread."""
 
 
 class Artefact(NamedTuple):
@@ -92,7 +96,8 @@ def save(workdir: Path, name: str, made_from: str, artefact: Artefact) -> None:
         made_from: fingerprint of all that the artefact depends on.
         artefact: what to write.
     """
-    header = {"made_from": made_from, "record": artefact.record, "checksum": _checksum(artefact)}
+    header = {"format": FORMAT, "made_from": made_from, "record": artefact.record}
+    header["checksum"] = _checksum(artefact)
     record, (as_json, as_npz) = json.dumps(header).encode(), _paths(workdir, name)
     if artefact.arrays:
         buffer = io.BytesIO()
@@ -117,8 +122,8 @@ def load(workdir: Path, name: str, made_from: str | None) -> Artefact | None:
         made_from: the fingerprint it must have; None accepts any.
 
     Returns:
-        None if there is none, if it is damaged (with a note in the log), or if it was made from
-        something else.
+        None if there is none, if it is damaged or of another version (with a note in the log), or if it was
+        made from something else.
     """
     path = next((path for path in _paths(workdir, name) if path.exists()), None)
     if path is None:
@@ -126,13 +131,15 @@ def load(workdir: Path, name: str, made_from: str | None) -> Artefact | None:
     try:
         arrays, record = _read(path)
         header = json.loads(record)
+        if header.get("format") != FORMAT:
+            raise ValueError(f"its format is {header.get('format')}, not {FORMAT}")
         artefact = Artefact(arrays, header["record"])
         fits = made_from in (None, header["made_from"])
         # The zip's own checksums do not cover the names of its arrays.
         if header["checksum"] != _checksum(artefact):
             raise ValueError("its checksum is wrong")
     except Exception as error:  # a damaged zip raises any of a dozen types
-        logging.warning("%s is damaged (%s) and is not used", path, error)
+        logging.warning("%s is damaged or of another version (%s) and is not used", path, error)
         return None
     return artefact if fits else None
 
@@ -150,6 +157,22 @@ def _checksum(artefact: Artefact) -> str:
     return fingerprint(artefact.record, *(part for item in sorted(artefact.arrays.items()) for part in item))
 
 
+@contextlib.contextmanager
+def unpacking(file: str) -> Iterator[None]:
+    """Within it, an artefact that is whole but does not hold what it should is refused.
+
+    Args:
+        file: its name, for the complaint.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"the workdir's {file} is not as pjax writes it: {what}; delete it, and pjax.run makes it again"
+        ) from error
+
+
 def _per_layer(arrays: Mapping[str, np.ndarray], prefix: str) -> tuple[np.ndarray, ...]:
     return tuple(arrays[f"{prefix}.{i}"] for i in range(sum(key.startswith(f"{prefix}.") for key in arrays)))
 
@@ -161,6 +184,7 @@ def pack_stats(stats: ActivationStats) -> Artefact:
     return Artefact(arrays, record)
 
 
+@unpacking("profile.npz")
 def unpack_stats(artefact: Artefact) -> ActivationStats:
     """The reverse of `pack_stats`."""
     return ActivationStats(_per_layer(artefact.arrays, "counts"), **artefact.record)
@@ -181,6 +205,7 @@ def pack_predictors(predictors: Predictors) -> Artefact:
     return Artefact(arrays, {"layers": layers} | _reports(predictors))
 
 
+@unpacking("predictors.npz")
 def unpack_predictors(artefact: Artefact) -> Predictors:
     """The reverse of `pack_predictors`; the weights are numpy arrays."""
     layers = tuple(
@@ -197,6 +222,7 @@ def pack_thresholds(predictors: Predictors) -> Artefact:
     return Artefact({}, _reports(predictors))
 
 
+@unpacking("thresholds.json")
 def unpack_thresholds(artefact: Artefact, predictors: Predictors) -> Predictors:
     """The predictors with the thresholds and reports of an artefact."""
     reports = _unpack_reports(artefact)
@@ -251,6 +277,7 @@ def pack_placement(placement: Placement) -> Artefact:
     return Artefact({}, record | {"layers": tables})
 
 
+@unpacking("placement.json")
 def unpack_placement(artefact: Artefact, neurons: Sequence[int]) -> Placement:
     """The reverse of `pack_placement`.
 
@@ -259,23 +286,20 @@ def unpack_placement(artefact: Artefact, neurons: Sequence[int]) -> Placement:
         neurons: of each layer of the model.
 
     Raises:
-        ValueError: a layer's neuron table is missing or of another width, or has an id twice or out of range.
+        ValueError: something is missing, or a layer's neuron table is of another width, or has an id twice or
+            out of range.
     """
     record = dict(artefact.record)
     limits, tables = tuple(record.pop("limits")), record.pop("layers")
     widths = [table["neurons"] for table in tables]
     if widths != list(neurons):
         raise ValueError(
-            f"placement: has neuron tables for layers of {widths} neurons, the model's have {list(neurons)}; "
-            "delete placement.json, and it is solved again"
+            f"it has neuron tables for layers of {widths} neurons, the model's have {list(neurons)}"
         )
     masks = tuple(np.zeros(width, bool) for width in widths)
     for layer, (mask, table) in enumerate(zip(masks, tables, strict=True)):
         ids = table["hot_ids"]
         if not all(type(i) is int and 0 <= i < len(mask) for i in ids) or len(set(ids)) != len(ids):
-            raise ValueError(
-                f"placement: layer {layer}'s neuron table has an id twice or outside 0..{len(mask) - 1}; "
-                "delete placement.json, and it is solved again"
-            )
+            raise ValueError(f"layer {layer}'s neuron table has an id twice or outside 0..{len(mask) - 1}")
         mask[ids] = True
     return Placement(hot_mask=masks, limits=limits, **record)

@@ -115,6 +115,11 @@ def test_a_machine_by_hand(tmp_path):
     assert find_hardware("demo") == hardware_preset("demo")
     with pytest.raises(FileNotFoundError, match="there is no file .*nowhere.toml"):
         find_hardware(str(tmp_path / "nowhere.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(
+        ValueError, match=r"folder\.toml: expected a TOML file, cannot read it: Is a directory"
+    ):
+        find_hardware(str(tmp_path / "folder.toml"))
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [

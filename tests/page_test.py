@@ -67,22 +67,12 @@ def test_page_has_every_figure_of_the_report():
     assert ["predicted", "21.0000", "0.5000", "5.000%", "1.000%", "0.125000", "75.00%"] in shown.rows
     assert ["tokens/s, batch 1", "1,000.0", "2,000.0", "3,000.5"] in shown.rows
     assert ["rows predicted", "1,234.4"] in shown.rows and ["predictors, ms", "1.500"] in shown.rows
-    layer = next(row for row in shown.rows if row[:2] == ["1", "6"])
-    assert layer[2:] == [
-        "10.0%",
-        "20.0%",
-        "90.0%",
-        "80.0%",
-        "3",
-        "0.5",
-        "101",
-        "50.00%",
-        "2",
-        "75.0%",
-        "minimum",
-    ]
-    assert "5.0% above that of dense" in shown.text and "x < y" in shown.text
-    assert "40.0% of the neurons make 80 % of the activations" in shown.text
+    shares = ["10.0%", "20.0%", "90.0%", "95.0%", "80.0%"]
+    assert ["1", "lowrank", "3", *shares, "0.50", "101", "50.00%"] in shown.rows
+    assert ["1", "2", "6", "75.0%", "294000000.0", "98000000.0", "minimum"] in shown.rows
+    assert "10 tokens, measured" in shown.text and "recall 90.0% (95.0% by contribution)" in shown.text
+    assert "5.0% above that of dense" in shown.text and "Worst layers" in shown.text and "x < y" in shown.text
+    assert "40.0% of the neurons make 80% of the activations" in shown.text
 
 
 def test_page_opens_offline_and_escapes_every_text():
@@ -115,39 +105,77 @@ def test_page_without_matplotlib_says_so(monkeypatch):
     assert ["tokens/s, batch 1", "1,000.0", "2,000.0", "3,000.5"] in shown.rows
 
 
-def test_page_of_a_model_without_zeros_and_of_a_layer_without_a_predictor():
+def test_page_of_a_model_without_zeros():
     values = page_report() | {"profile": None, "predictor": None, "placement": None, "decode": None}
     values["quality"] = record.quality_part(Quality({"dense": DENSE}, 64), {}, QualitySettings())
     values["speed"] = record.speed_part(Speed({"dense": 1000.0}, 500.0, 0.125, {}, 64))
     shown = Page(page.report_page(values, None))
     assert ["tokens/s, batch 1", "1,000.0", "-", "-"] in shown.rows and shown.images == {}
     assert "Predictors" not in shown.text and "guard" not in shown.text
+
+
+def test_page_of_a_layer_without_a_predictor(monkeypatch):
+    monkeypatch.setattr(page, "can_draw", lambda: False)  # only the tables are looked at
     values = page_report()
-    values["predictor"]["per_layer"][0] = None
     shown = Page(page.report_page(values, STATS))
-    assert next(row for row in shown.rows if row[:2] == ["0", "4"])[2:9] == ["-"] * 7
+    assert "kind none" not in shown.text
+    layers = values["predictor"]["per_layer"]
+    layers[0] |= {"rank": 0, "recall": 1.0, "precision": 0.1, "density": 1.0, "bytes": 0, "kind": "none"}
+    layers[0] |= {"contribution_recall": 1.0, "threshold": -16.0}
+    shown = Page(page.report_page(values, STATS))
+    shares = ["10.0%", "100.0%", "100.0%", "100.0%", "10.0%"]
+    assert ["0", "none", "-", *shares, "-", "0", "25.00%"] in shown.rows and "kind none" in shown.text
 
 
 @needs_matplotlib
 def test_pictures_show_the_numbers():
-    figures = pictures.draw_all(page_report(), STATS)
-    assert list(figures) == ["density", "activations", "predictors", "errors", "placement"]
+    values = page_report()
+    values["predictor"]["per_layer"][0] |= {"kind": "none", "density": 1.0}
+    figures = pictures.draw_all(values, STATS)
+    assert set(figures) == set(page.CAPTIONS)
     bars = [bar.get_height() for bar in figures["density"].axes[0].patches]
     assert bars == pytest.approx([25.0, 100 * 20 / 60])
-    each, whole = figures["activations"].axes[:2]
-    x, y = each.lines[0].get_data()
+    x, y = figures["activations_per_layer"].axes[0].lines[0].get_data()
     assert list(x) == [0, 25, 50, 75, 100]
     np.testing.assert_allclose(y, [0, 80, 90, 100, 100])
+    whole = figures["activations"].axes[0]
     x, y = whole.lines[0].get_data()
     np.testing.assert_allclose(y, 100 * np.cumsum([0, 10, 8, 5, 5, 1, 1, 0, 0, 0, 0]) / 30)
     assert whole.lines[1].get_xdata()[1] == 40.0  # four of ten neurons make 28 of 30 activations
-    for figure in figures.values():
-        panels = [axes for axes in figure.axes if axes.get_ylabel() != "layer"]
-        assert all(axes.get_ylabel() for axes in panels) and panels[-1].get_xlabel()
+    lines = {line.get_label(): list(line.get_ydata()) for line in figures["recall"].axes[0].lines}
+    nan = pytest.approx(np.nan, nan_ok=True)
+    assert lines == {"recall": [nan, 90.0], "by contribution": [nan, 95.0], "precision": [nan, 80.0]}
+    bars = [bar.get_height() for bar in figures["marked"].axes[0].patches]
+    assert bars == [nan, 20.0, 10.0, 10.0]
+    assert figures["bytes"].axes[0].patches[1].get_height() == pytest.approx(101 / 1024)
     assert figures["errors"].axes[0].patches[1].get_height() == pytest.approx(50.0)
+    bars = [[bar.get_height() for bar in axes.patches] for axes in figures["placement"].axes]
+    np.testing.assert_allclose(bars[0], [100 * 2 / 4, 100 * 2 / 6, 80.0, 75.0])
+    np.testing.assert_allclose(bars[1], [156.8e6, 294e6, 39.2e6, 98e6])
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("num_layers", [1, 40])
+def test_pictures_have_units_and_nothing_covers_anything(num_layers):
+    values = page_report()
+    values["predictor"]["per_layer"] = [values["predictor"]["per_layer"][1]] * num_layers
+    values["placement"]["per_layer"] = [values["placement"]["per_layer"][1]] * num_layers
+    values["profile"]["density_per_layer"] = [0.9] * num_layers
+    stats = ActivationStats((STATS.counts[1],) * num_layers, 10)
+    for figure in pictures.draw_all(values, stats).values():
+        pictures.to_svg(figure)  # gives everything its place
+        for axes in figure.axes:
+            assert axes.get_ylabel() == "layer" or axes.get_ylabel().endswith((", %", ", KiB", ", us"))
+            if axes.get_xlabel() == "layer":
+                assert {t for t in axes.get_xticks() if -0.6 < t < num_layers - 0.4} <= set(range(num_layers))
+            legend, (x0, x1) = axes.get_legend(), figure.bbox.intervalx
+            if legend:
+                box = legend.get_window_extent()
+                assert box.y0 >= axes.bbox.y1 and x0 <= box.x0 and box.x1 <= x1
 
 
 @needs_matplotlib
 def test_activations_of_layers_that_were_never_active():
+    drawn = (pictures.draw_activations, pictures.draw_activations_per_layer)
     silent = ActivationStats((np.zeros(4, int), np.zeros(6, int)), 10)
-    assert pictures.to_svg(pictures.draw_activations(silent)).startswith("<svg")
+    assert all(pictures.to_svg(draw(silent)).startswith("<svg") for draw in drawn)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pjax
-from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
+from pjax.workdir import FORMAT, load, save, unpack_placement, unpack_predictors, unpack_thresholds
 
 pytestmark = pytest.mark.xdist_group("run")  # one process prepares the workdir for all
 
@@ -108,7 +108,7 @@ def test_the_workdir_agrees_with_the_report(first, workdir):
     assert not (workdir / "predictors.checkpoints").exists()
     assert [r._asdict() for r in predictors.reports] == report["predictor"]["per_layer"]
     page = (workdir / "report.html").read_text()
-    assert "<h1>demo</h1>" in page and f"{report['speed']['dense_tokens_per_s']:,.1f}" in page
+    assert "<h1>demo: pjax report</h1>" in page and f"{report['speed']['dense_tokens_per_s']:,.1f}" in page
     placement = unpack_placement(load(workdir, "placement", None), (1024,) * 6)
     assert [int(mask.sum()) for mask in placement.hot_mask] == report["placement"]["hot_neurons"]
 
@@ -181,6 +181,22 @@ def test_llm_refuses_a_workdir_of_other_weights(first, workdir, tmp_path):
     (tmp_path / "workdir.json").write_text(json.dumps(manifest | {"fingerprint": "0"}))
     with pytest.raises(ValueError, match="was prepared from other weights"):
         pjax.LLM(tmp_path)
+    (tmp_path / "workdir.json").write_text(json.dumps(manifest | {"format": FORMAT - 1}))
+    with pytest.raises(ValueError, match=rf"format {FORMAT}, got .* format {FORMAT - 1}; run pjax.run on"):
+        pjax.LLM(tmp_path)
+
+
+def test_llm_refuses_a_whole_artefact_that_lacks_something(first, workdir, tmp_path):
+    for file in (*workdir.glob("*.npz"), *workdir.glob("*.json"), workdir / "weights.pack"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    made_from = json.loads((workdir / "workdir.json").read_text())["made_from"]["placement"]
+    placement = load(workdir, "placement", made_from)
+    del placement.record["layers"]
+    save(tmp_path, "placement", made_from, placement)
+    with pytest.raises(
+        ValueError, match="workdir's placement.json .* lacks 'layers'; delete it, and pjax.run"
+    ):
+        pjax.LLM(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +209,10 @@ def test_llm_refuses_a_workdir_of_other_weights(first, workdir, tmp_path):
         (("--config=configs/quickstart.py", "--config.predictor.recall=1.5"), "config.predictor.recall"),
         (("--config=configs/quickstart.py", "--config.model=/nowhere/at/all"), "/nowhere/at/all"),
         (("--config=configs/quickstart.py", "--config.hardware=abacus"), "abacus"),
+        (
+            ("--config=configs/quickstart.py", "--config.hardware={folder}"),
+            "config.hardware: {folder}: expected",
+        ),
         (("--config=configs/quickstart.py", "--workdirr=x"), "workdirr"),
         (("--config=configs/quickstart.py", f"--prompt={'import os ' * 300}"), "context"),
         (("--config=configs/quickstart.py", "--config.dtype=int3"), "config.dtype"),
@@ -201,6 +221,8 @@ def test_llm_refuses_a_workdir_of_other_weights(first, workdir, tmp_path):
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_code_2(args, message, tmp_path):
+    (folder := tmp_path / "machine.toml").mkdir()
+    args, message = [arg.format(folder=folder) for arg in args], message.format(folder=folder)
     code, out, err = run(*args, *(() if "--workdirr=x" in args else (f"--workdir={tmp_path}",)))
     lines = [line for line in err.splitlines() if line and not line.startswith("[")]
     assert (code, out, len(lines)) == (2, "", 1), err

@@ -52,7 +52,7 @@ def tiny_predictors(model: Decoder, threshold: float, seed: int = 0) -> Predicto
         LowRankPredictor(array(3, width), array(n, 3), array(n), jnp.float32(threshold))
         for n in model.config.neurons
     )
-    report = PredictorReport(3, 0.9, 0.8, 0.2, 0.1, threshold, 100)
+    report = PredictorReport(3, 0.9, 0.8, 0.2, 0.1, threshold, 100, 0.95, "lowrank")
     return Predictors(layers, tuple(report._replace(bytes=100 + i) for i in range(len(layers))))
 
 

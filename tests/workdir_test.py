@@ -76,7 +76,9 @@ def test_predictors_round_trip(tmp_path):
         )
         for n, which in ((4, "normed"), (5, "residual"), (6, "normed"))
     )
-    reports = tuple(PredictorReport(2, 1 / 3, 0.5, 0.25, 0.125, -1e9, 60 + i) for i in range(3))
+    reports = tuple(
+        PredictorReport(2, 1 / 3, 0.5, 0.25, 0.125, -1e9, 60 + i, 0.75, "lowrank") for i in range(3)
+    )
     found = workdir.unpack_predictors(
         through_file(tmp_path, workdir.pack_predictors(Predictors(layers, reports)))
     )
@@ -125,6 +127,70 @@ def test_placement_with_a_senseless_table_is_refused(ids):
     artefact.record["layers"][0]["hot_ids"] = ids
     with pytest.raises(ValueError, match=r"layer 0's neuron table has an id twice or outside 0\.\.2"):
         workdir.unpack_placement(artefact, (3,))
+
+
+MASK = np.array([True, False, True])
+SIGNS = SignPredictor(np.zeros((3, 1), np.uint32), np.float32(0.1), np.ones(3), np.float32(1))
+REPORT = PredictorReport(0, 1.0, 0.5, 0.5, 0.25, 1.0, 24, 1.0, "sign")
+KEPT = Predictors((SIGNS,), (REPORT,), (ScoreHistogram(np.ones((2, NUM_BINS)), np.ones(NUM_BINS)),))
+WHOLE = {
+    "profile.npz": (workdir.pack_stats(ActivationStats((MASK.astype(int),), 3)), workdir.unpack_stats),
+    "predictors.npz": (workdir.pack_predictors(KEPT), workdir.unpack_predictors),
+    "thresholds.json": (workdir.pack_thresholds(KEPT), lambda part: workdir.unpack_thresholds(part, KEPT)),
+    "placement.json": (
+        workdir.pack_placement(Placement((MASK,), "optimal", 0, 0, 0, 0, 0)),
+        lambda part: workdir.unpack_placement(part, (3,)),
+    ),
+}
+"""By the files that they are in: artefacts, and what reads them."""
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("profile.npz", "num_tokens"),
+        ("predictors.npz", "layers"),
+        ("predictors.npz", "reports"),
+        ("thresholds.json", "reports"),
+        ("placement.json", "layers"),
+        ("placement.json", "limits"),
+        ("placement.json", "status"),
+    ],
+)
+def test_whole_artefact_that_lacks_something_is_refused(file, key):
+    artefact, unpack_fn = WHOLE[file]
+    unpack_fn(artefact)
+    del (record := dict(artefact.record))[key]
+    with pytest.raises(ValueError, match=f"workdir's {file} is not as .*{key}.*; delete it, and pjax.run"):
+        unpack_fn(artefact._replace(record=record))
+
+
+def test_the_format_stands_for_this_layout():
+    """Whoever changes what is written changes FORMAT too, and then this list."""
+    found = {file: " ".join([*artefact.arrays, *artefact.record]) for file, (artefact, _) in WHOLE.items()}
+    assert workdir.FORMAT == 2
+    assert found == {
+        "profile.npz": "counts.0 num_tokens num_tokens_known",
+        "predictors.npz": "bits.0 slope.0 bias.0 threshold.0 counts.0 contributions.0 layers reports",
+        "thresholds.json": "reports",
+        "placement.json": "status objective bound device_bytes budget_bytes solve_s goal limits next_gib"
+        " layers",
+    }
+    assert list(WHOLE["thresholds.json"][0].record["reports"][0]) == [
+        "rank", "recall", "precision", "density", "true_density", "threshold", "bytes",
+        "contribution_recall", "kind",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("suffix", "artefact"), FILES)
+def test_artefact_of_another_format_is_noted_and_not_used(tmp_path, monkeypatch, caplog, suffix, artefact):
+    monkeypatch.setattr(workdir, "FORMAT", workdir.FORMAT - 1)
+    save(tmp_path, "stage", "x", artefact)
+    assert_same(load(tmp_path, "stage", "x"), artefact)
+    monkeypatch.undo()
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path, "stage", "x") is None
+    assert_noted(caplog, tmp_path / f"stage{suffix}")
 
 
 @pytest.mark.parametrize("neurons", [(3,), (3, 3, 3), (3, 4), (4, 3)])

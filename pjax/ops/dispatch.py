@@ -48,7 +48,12 @@ def make_operator(
         )
         return jax.jit(operator)
 
-    return lambda tokens, weights, implementation: build(implementation)(tokens, weights)
+    def run_operator(tokens: Any, weights: Any, implementation: Implementation | None) -> Any:
+        if implementation != "reference":
+            ffi.unusable_reason()  # raises on senseless settings here, before JAX's frames are in the way
+        return build(implementation)(tokens, weights)
+
+    return run_operator
 
 
 def dispatch(

@@ -81,7 +81,7 @@ def predictor_part(predictors: Predictors, kind: str, source: str) -> dict[str, 
         "recall_mean": _mean([r.recall for r in reports]),
         "precision_mean": _mean([r.precision for r in reports]),
         "density_mean": _mean([r.density for r in reports]),
-        "contribution_recall_mean": _mean([r.contribution_recall or 0.0 for r in reports]),
+        "contribution_recall_mean": _mean([r.contribution_recall for r in reports]),
         "bytes": sum(r.bytes for r in reports),
         "per_layer": [r._asdict() for r in reports],
     }

@@ -97,21 +97,34 @@ def plan_table(plan: MemoryPlan, hardware: HardwareSpec) -> Table:
     return table
 
 
+def placement_rows(part: Mapping[str, Any]) -> list[list[str]]:
+    """The layers of the report's key `placement`.
+
+    Each with its number, hot neurons, all neurons, what share of the activations the hot ones serve, expected
+    microseconds of device and host, and what keeps more of them from being hot.
+    """
+    rows = []
+    for index, layer in enumerate(part["per_layer"]):
+        times = (f"{1e6 * layer[key]:.1f}" for key in ("device_s", "host_s"))
+        share, limit = f"{layer['share']:.1%}", layer["limit"] or "-"
+        rows.append([str(index), f"{layer['hot']:,}", f"{layer['neurons']:,}", share, *times, limit])
+    return rows
+
+
+def placement_gain(part: Mapping[str, Any]) -> str:
+    """What the split is expected to bring, from the report's key `placement`."""
+    step, cold = (f"{1e6 * part[key]:,.1f} us" for key in ("step_s", "all_cold_s"))
+    more = part["next_gib"]
+    gain = f"{1e6 * more:,.1f} us less" if part["goal"] == "latency" else f"{more:,.1f} more active neurons"
+    return f"FFNs of a step: {step} expected, {cold} with all neurons on the host; one more GiB: {gain}"
+
+
 def layer_table(placement: dict[str, Any]) -> Table:
     """A placement layer by layer, from the report's key."""
     table = Table(box=box.SIMPLE_HEAD, title=f"placement by {placement['goal']}")
     for column in ("layer", "hot", "of", "activations", "device us", "host us", "no more because of"):
         table.add_column(column, justify="right")
-    for index, layer in enumerate(placement["per_layer"]):
-        times = (f"{1e6 * layer[key]:.1f}" for key in ("device_s", "host_s"))
-        share, limit = f"{layer['share']:.1%}", layer["limit"] or "-"
-        table.add_row(str(index), f"{layer['hot']:,}", f"{layer['neurons']:,}", share, *times, limit)
-    step, cold = (f"{1e6 * placement[key]:,.1f} us" for key in ("step_s", "all_cold_s"))
-    more = placement["next_gib"]
-    gain = (
-        f"{1e6 * more:,.1f} us less" if placement["goal"] == "latency" else f"{more:,.1f} more active neurons"
-    )
-    table.caption = (
-        f"FFNs of a step: {step} expected, {cold} with all neurons on the host; one more GiB: {gain}"
-    )
+    for row in placement_rows(placement):
+        table.add_row(*row)
+    table.caption = placement_gain(placement)
     return table

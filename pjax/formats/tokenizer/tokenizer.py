@@ -18,6 +18,10 @@ _MAX_PENDING_BYTES = 3
 class Codec(Protocol):
     """What a library knows of a vocabulary."""
 
+    def has(self, token_id: int, /) -> bool:
+        """Whether there is such an id."""
+        ...
+
     def is_text(self, token_id: int, /) -> bool:
         """Whether an id stands for text: it exists, and is no special one."""
         ...
