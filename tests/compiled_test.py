@@ -33,10 +33,13 @@ print(json.dumps(jax.config.values["jax_compilation_cache_dir"]))
 
 
 def start(code: str, model: Path, cache: Path, **environment: str) -> subprocess.Popen:
-    environment = {"JAX_ENABLE_COMPILATION_CACHE": "1", "XDG_CACHE_HOME": str(cache)} | environment
+    # As a user has it who has set nothing.
+    inherited = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    inherited.pop("PYTHONWARNINGS", None)
+    environment = inherited | {"XDG_CACHE_HOME": str(cache)} | environment
     command = [sys.executable, "-c", code, str(model)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: subprocess.Popen) -> tuple[Any, str]:

@@ -14,8 +14,6 @@ import pytest
 import pjax
 from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
 
-pytestmark = pytest.mark.xdist_group("run")  # one process prepares the workdir for all
-
 ROOT = Path(__file__).parents[1]
 PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
 OPTIONS = {"max_new_tokens": 8, "repetition_penalty": 1.15}
