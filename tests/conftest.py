@@ -1,5 +1,6 @@
 """Strict JAX for every test: warnings are errors, rank promotion raises, two CPU devices."""
 
+import gc
 import os
 import tempfile
 
@@ -21,6 +22,8 @@ jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
+# Tracing makes many objects that are kept: to look for garbage after every 700 takes a tenth of the time.
+gc.set_threshold(100_000, 50, 50)
 
 LONGEST = ("run", "executor", "ops", "packed", "perplexity", "training", "imported", "modes", "generate")
 """Files that take longest, which begin first, so that no process is left with one of them at the end."""
