@@ -33,10 +33,12 @@ print(json.dumps(jax.config.values["jax_compilation_cache_dir"]))
 
 
 def start(code: str, model: Path, cache: Path, **environment: str) -> subprocess.Popen:
-    environment = {"JAX_ENABLE_COMPILATION_CACHE": "1", "XDG_CACHE_HOME": str(cache)} | environment
+    # As a user has it who has set nothing: without what tests/conftest.py sets about the cache.
+    names = [name for name in os.environ if "CACHE" not in name and name != "PYTHONWARNINGS"]
+    environment = {name: os.environ[name] for name in names} | {"XDG_CACHE_HOME": str(cache)} | environment
     command = [sys.executable, "-c", code, str(model)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: subprocess.Popen) -> tuple[Any, str]:

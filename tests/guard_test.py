@@ -10,8 +10,6 @@ import pytest
 import pjax
 from tests.tiny_powerinfer import PowerInferFiles, write_all
 
-pytestmark = pytest.mark.xdist_group("guard")  # one process prepares the workdir for all
-
 ROOT = Path(__file__).parents[1]
 
 

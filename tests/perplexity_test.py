@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("perplexity")  # one process prepares the workdir for all
-
 ROOT = Path(__file__).parents[1]
 SMALL = (
     "--config=configs/quickstart.py",

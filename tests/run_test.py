@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,16 +15,14 @@ import pytest
 import pjax
 from pjax.workdir import FORMAT, load, save, unpack_placement, unpack_predictors, unpack_thresholds
 
-pytestmark = pytest.mark.xdist_group("run")  # one process prepares the workdir for all
-
 ROOT = Path(__file__).parents[1]
 PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def push(self'
 OPTIONS = {"max_new_tokens": 8, "repetition_penalty": 1.15}
 SMALL = (
     "--config=configs/quickstart.py",
-    "--config.profile.num_tokens=4096",
+    "--config.profile.num_tokens=2048",
     "--config.predictor.dtype=bfloat16",  # whose training compiles half as many programs
-    "--config.quality.num_tokens=2048",
+    "--config.quality.num_tokens=1024",
     "--config.generate.max_new_tokens=8",
     "--config.quality.max_perplexity_rise=1.0",  # so little text trains poor predictors
     "--config.quality.max_kl=1.0",
@@ -132,10 +131,11 @@ def test_damaged_weights_are_made_again(first, workdir):
     assert file.read_bytes() == sound
 
 
-def test_other_settings_make_again_only_what_depends_on_them(first, workdir):
+def test_other_settings_make_again_only_what_depends_on_them(first, workdir, tmp_path):
+    other = shutil.copytree(workdir, tmp_path / "other")  # the other tests expect their own settings' work
     code, out, err = run(
         *SMALL,
-        f"--workdir={workdir}",
+        f"--workdir={other}",
         "--config.placement.device_bytes=0",
         "--config.mode=exact",
         "--config.activation=relu",
@@ -149,7 +149,6 @@ def test_other_settings_make_again_only_what_depends_on_them(first, workdir):
     assert sum(report["placement"]["hot_neurons"]) == 0 and report["executor"]["kind"] == "one program"
     assert report["text"].startswith("import os")
     assert "mode exact" in err and "emulated" not in err and "all neurons stay on the host" in err
-    assert run(*SMALL, f"--workdir={workdir}")[0] == 0  # as the other tests expect it
 
 
 def test_the_plan_is_printed_without_loading_a_weight(tmp_path):
