@@ -202,7 +202,7 @@ class Predictors:
         layers: one predictor a layer; None where none pays, so that the layer runs as in mode "exact".
         reports: one report a layer; none if they were never measured.
         histograms: one a layer, from which `thresholds.set_recall` sets other thresholds without training;
-            none if the predictors came with thresholds of their own.
+            none if they were never measured.
     """
 
     layers: tuple[Predictor | None, ...]

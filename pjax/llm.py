@@ -87,7 +87,7 @@ class LLM:
                 raise ValueError(f"{workdir} was changed by another or an unfinished run; run it again")
             predictors, placement, *thresholds = found
             self.predictors = unpack_predictors(predictors)
-            if thresholds:  # imported predictors have their own
+            if thresholds:  # imported predictors may have kept their own
                 self.predictors = unpack_thresholds(thresholds[0], self.predictors)
             self.placement = unpack_placement(placement, self.model.config.neurons)
         self._default_mode = manifest["mode"]

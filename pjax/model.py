@@ -62,8 +62,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """See the class."""
-        y = ops.matvec(x.reshape(-1, x.shape[-1]), self.matrix).reshape(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias[...][None, None, :]
+        bias = None if self.bias is None else self.bias[...]
+        return ops.matvec(x.reshape(-1, x.shape[-1]), self.matrix, bias).reshape(*x.shape[:-1], -1)
 
 
 class Norm(nnx.Module):

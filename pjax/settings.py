@@ -36,12 +36,13 @@ class PredictorSettings:
         kind: "lowrank", trained; "sign", made of the weights' signs; "none", so that predicted is exact.
         dtype: weight type of those trained here, as `Settings.dtype`.
         recall: share of the active neurons to mark, on held-out tokens, 0..1; changing it trains nothing.
+            None leaves predictors that were read their own thresholds, and is 0.95 for others.
         every_layer: whether each layer gets one; else only where it saves time.
     """
 
     kind: str = "lowrank"
     dtype: str = "q4_0"
-    recall: float = 0.95
+    recall: float | None = None
     every_layer: bool = False
     path: str | None = None
 
@@ -173,8 +174,9 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         if _get(settings, key) not in choices:
             raise ValueError(f"config.{key}: expected one of {list(choices)}, got {_get(settings, key)!r}")
     for key, (low, high) in RANGES.items():
-        if not low <= _get(settings, key) <= high:
-            raise ValueError(f"config.{key}: expected {low:g} to {high:g}, got {_get(settings, key)!r}")
+        value = _get(settings, key)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"config.{key}: expected {low:g} to {high:g}, got {value!r}")
     return settings
 
 

@@ -20,6 +20,9 @@ BIN_EDGES = np.linspace(-MAX_SCORE, MAX_SCORE, NUM_BINS - 1, dtype=np.float32)
 CERTAIN = 1e9
 """A threshold below or above every score; finite, so that JSON can carry it."""
 
+DEFAULT_RECALL = 0.95
+"""Those missed contribute little: on the demo model 0.8 % of the output, and 0.1 % of perplexity."""
+
 SHOWN_RECALLS = (0.9, 0.95, 0.98, 0.99)
 """Those that a trade-off is shown at, beside the chosen one."""
 
@@ -125,7 +128,7 @@ def set_recall(predictors: Predictors, recall: float) -> Predictors:
         ValueError: if recall is outside 0..1, or there are no histograms.
     """
     if len(predictors.histograms) != len(predictors.layers):
-        raise ValueError("predictors: expected histograms of their scores; these came with own thresholds")
+        raise ValueError("predictors: expected histograms of their scores; these were not measured")
     pairs = list(zip(predictors.layers, predictors.histograms, strict=True))
     reports = tuple(report_at(layer, histogram, recall) for layer, histogram in pairs)
     layers = tuple(

@@ -226,6 +226,12 @@ def test_everything_brought_along_runs(files, tmp_path):
     stages.clear()
     assert prepare(settings, workdir, stage_fn).report == report
     assert stages == ["load"]
+    recalled = settings_of(files, tmp_path, **paths | {"predictor": paths["predictor"] | {"recall": 0.9}})
+    layers = prepare(recalled, tmp_path / "recalled", stage_fn).report["predictor"]["per_layer"]
+    assert "thresholds" in stages and 0.9 <= layers[0]["recall"] < 0.91
+    assert layers[1]["recall"] == 1  # at random, its scores go beyond what a histogram tells apart
+    thresholds = [layer.threshold for layer in pjax.LLM(tmp_path / "recalled").predictors.layers]
+    np.testing.assert_allclose(thresholds, [layer["threshold"] for layer in layers])
     save_tensors(files.activation / "activation_1.pt", files.counts[1] + 1)
     assert next_stage(settings, workdir) == "profile"
     save_tensors(files.activation / "activation_1.pt", files.counts[1])

@@ -85,8 +85,8 @@ def test_missing_key_is_named(key):
         ("seed", None, "int"),
         ("dtype", 32, "str or None"),
         ("profile.num_tokens", 1e5, "int"),
-        ("predictor.recall", "0.9", "float"),
-        ("predictor.recall", True, "float"),
+        ("predictor.recall", "0.9", "float or None"),
+        ("predictor.recall", True, "float or None"),
         ("placement.device_bytes", 1.5, "int or str"),
         ("placement.device_bytes", None, "int or str"),
         ("generate.stop", 5, "strings"),
@@ -118,7 +118,8 @@ def test_choices(key):
 @pytest.mark.parametrize("key", RANGES)
 def test_ranges(key):
     low, high = RANGES[key]
-    kind = type(value_of(make_settings(LEAST), key))
+    default = value_of(make_settings(LEAST), key)
+    kind = float if default is None else type(default)
     for inside in (low, high):
         assert value_of(make_settings(with_value(key, kind(inside))), key) == inside
     outside = [low - 1, high + 1 if kind is int else high * 2]

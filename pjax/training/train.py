@@ -15,7 +15,7 @@ from pjax.model import Decoder
 from pjax.predictor import KINDS, LayerCost, check_widths, fitting_dtype, rank_choices, with_dtype
 from pjax.profiler import batches, check_profiled, hot_share, measure_scores, no_progress, observe
 from pjax.storage import model_fingerprint
-from pjax.thresholds import check_recall, report_at, set_recall
+from pjax.thresholds import DEFAULT_RECALL, check_recall, report_at, set_recall
 from pjax.training.fit import SignSums, fit_signs, sum_signs
 from pjax.training.ranks import RANK_RECALL, Sample, Trial, choose_rank
 from pjax.training.streaming import Job, fit_stream
@@ -36,7 +36,7 @@ def train_predictors(
     model: Decoder,
     ids: np.ndarray,
     *,
-    recall: float = 0.95,
+    recall: float = DEFAULT_RECALL,
     kind: str = "lowrank",
     rank: int | None = None,
     dtype: str = "q4_0",
