@@ -57,6 +57,12 @@ def test_no_neuron_is_marked_by_scores_that_are_not_numbers():
     assert not mask.any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "q4_0"])
+def test_no_tokens_have_no_masks(dtype):
+    weights = matrix(np.random.default_rng(0), 32, 64, dtype), matrix(np.random.default_rng(1), 70, 32, dtype)
+    assert ops.low_rank_mask(jnp.zeros((0, 64)), *weights, jnp.zeros(70), jnp.float32(0)).shape == (0, 70)
+
+
 def test_what_does_not_fit_is_named():
     x, first, second = jnp.ones((2, 8)), jnp.ones((4, 8)), jnp.ones((5, 4))
     bias, threshold = jnp.zeros(5), jnp.float32(0)
@@ -68,3 +74,5 @@ def test_what_does_not_fit_is_named():
         ops.low_rank_mask(x, first, second, bias, jnp.zeros(1))
     with pytest.raises(ValueError, match="x"):
         ops.low_rank_mask(jnp.ones((2, 7)), first, second, bias, threshold)
+    with pytest.raises(ValueError, match="threshold: expected a float array, got float"):
+        ops.low_rank_mask(x, first, second, bias, 0.5)

@@ -173,6 +173,16 @@ def test_infinite_logits_are_never_drawn(temperature):
     assert set(ids) == {6}
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("place", [0, 20000, 31999])
+def test_one_nan_among_many_logits_is_told(settings, place):
+    """XLA's maximum of so many numbers on a CPU is not NaN."""
+    logits = np.random.default_rng(0).standard_normal((2, 32000), np.float32)
+    logits[1, place] = np.nan
+    ids, _ = draw(logits, **settings)
+    assert ids[0] >= 0 and ids[1] == NOT_A_TOKEN
+
+
 NAN, INF = float("nan"), float("inf")
 
 

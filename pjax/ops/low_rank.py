@@ -43,6 +43,7 @@ def low_rank_mask(
     checks.check_input(x, num_inputs, ranks=(1, 2))
     checks.expect_float("bias", bias)
     checks.expect_shape("bias", bias, (neurons,), f"[neurons] = [{neurons}]")
+    checks.expect_float("threshold", threshold)
     checks.expect_shape("threshold", threshold, (), "[]")
     weights = (first, second, bias.astype(jnp.float32), threshold.astype(jnp.float32))
     mask = _low_rank_mask(jax.lax.stop_gradient(checks.as_rows(x)), weights, implementation)

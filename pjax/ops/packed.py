@@ -118,7 +118,7 @@ def round_input(x: jax.Array) -> jax.Array:
     Args:
         x: float32 [..., width].
     """
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     scale = jnp.abs(blocks).max(-1, keepdims=True) / 127
     inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
     rounded = (jnp.round(blocks * inverse) * scale).reshape(x.shape)
