@@ -30,12 +30,11 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
-from pjax.base import VERSION
 from pjax.formats import read_checkpoint
 from pjax.llm import LLM
+from pjax.manifest import Manifest, write_manifest
 from pjax.storage import load_checkpoint, load_model, model_fingerprint
 from pjax.weights_file import WEIGHTS_FILE, save_weights, weights_origin
-from pjax.workdir import FORMAT
 
 _QUICK = flags.DEFINE_bool("quick", False, "A twentieth of the size, once, to see that it runs.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Processes for each figure, which is their median.", 1)
@@ -107,14 +106,7 @@ def prepare(folder: Path, workdir: Path, dtype: str | None) -> None:
     checkpoint = read_checkpoint(folder)
     model = load_checkpoint(checkpoint, dtype=dtype)
     save_weights(workdir / WEIGHTS_FILE, model, weights_origin(checkpoint, dtype))
-    manifest = {"version": VERSION, "format": FORMAT, "model": str(folder), "dtype": dtype}
-    manifest |= {
-        "activation": None,
-        "fingerprint": model_fingerprint(model),
-        "mode": "exact",
-        "made_from": {},
-    }
-    (workdir / "workdir.json").write_text(json.dumps(manifest))
+    write_manifest(workdir, Manifest(str(folder), dtype, None, model_fingerprint(model), "exact", {}))
 
 
 def first_token(workdir: Path) -> dict[str, float]:

@@ -5,19 +5,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pjax.base import VERSION, Executor, Mode, Placement, Predictors
+from pjax.base import Executor, Mode, Placement, Predictors
 from pjax.chat import encode_chat
 from pjax.compiled import keep_compiled
 from pjax.executor import make_executor, on_host
-from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_json
+from pjax.formats import expand_path, load_tokenizer, read_checkpoint
 from pjax.formats.checkpoint import Checkpoint
 from pjax.generate import Generation, generate, stream
 from pjax.imported import import_predictors
+from pjax.manifest import MANIFEST_FILE, Manifest, read_manifest
 from pjax.model import Decoder
 from pjax.ops.ffi import unusable_reason
 from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.weights_file import WEIGHTS_FILE, load_weights, weights_origin
-from pjax.workdir import FORMAT, load, unpack_placement, unpack_predictors, unpack_thresholds
+from pjax.workdir import load, unpack_placement, unpack_predictors, unpack_thresholds
 
 
 class LLM:
@@ -40,25 +41,17 @@ class LLM:
     def __init__(self, path: str | os.PathLike, *, dtype: str | None = None, activation: str | None = None):
         unusable_reason()  # raises if PJAX_CPU or PJAX_NUM_THREADS make no sense
         workdir = expand_path(path)
-        manifest_file = workdir / "workdir.json"
         self.predictors: Predictors | None = None
         self.placement: Placement | None = None
         self._default_mode: Mode | None = None
         model_path: str | os.PathLike = path
-        manifest: dict[str, Any] | None = None
-        if manifest_file.exists():
+        manifest = read_manifest(workdir)
+        if manifest is not None:
             if dtype is not None or activation is not None:
                 raise ValueError(
                     f"dtype, activation: {workdir} is a workdir, which was prepared with its own"
                 )
-            found = manifest = read_json(manifest_file)
-            if (found.get("version"), found.get("format")) != (VERSION, FORMAT):
-                raise ValueError(
-                    f"{manifest_file}: expected the manifest of a workdir that pjax {VERSION} prepared, in "
-                    f"format {FORMAT}, got one of version {found.get('version')!r}, format "
-                    f"{found.get('format')!r}; run pjax.run on {workdir} again"
-                )
-            model_path, dtype, activation = found["model"], found["dtype"], found["activation"]
+            model_path, dtype, activation = manifest.model, manifest.dtype, manifest.activation
         keep_compiled()
         checkpoint = read_checkpoint(model_path, activation=activation)
         self.model = _load(checkpoint, dtype, None if manifest is None else workdir / WEIGHTS_FILE)
@@ -73,24 +66,28 @@ class LLM:
             self.tokenizer = None  # token-id prompts still work
         self._executors: dict[Mode, Executor] = {}
 
-    def _read_workdir(self, workdir: Path, manifest: dict[str, Any]) -> None:
-        if model_fingerprint(self.model) != manifest["fingerprint"]:
+    def _read_workdir(self, workdir: Path, manifest: Manifest) -> None:
+        if model_fingerprint(self.model) != manifest.fingerprint:
             raise ValueError(
-                f"{workdir} was prepared from other weights than {manifest['model']} holds now; run it again"
+                f"{workdir} was prepared from other weights than {manifest.model} holds now; run it again"
             )
-        made_from = manifest["made_from"]
+        made_from = manifest.made_from
         if "predictors" in made_from:
             names = ("predictors", "placement", *(["thresholds"] if "thresholds" in made_from else []))
-            artefacts = (load(workdir, name, made_from[name]) for name in names)
-            found = [artefact for artefact in artefacts if artefact is not None]
-            if len(found) < len(names):
-                raise ValueError(f"{workdir} was changed by another or an unfinished run; run it again")
-            predictors, placement, *thresholds = found
+            found = {name: load(workdir, name, made_from.get(name, "")) for name in names}
+            if missing := [name for name, artefact in found.items() if artefact is None]:
+                raise ValueError(
+                    f"{workdir}: expected {' and '.join(missing)} of the run that wrote {MANIFEST_FILE}, "
+                    "found none: missing, damaged, or of another run; run pjax.run on it again"
+                )
+            predictors, placement, *thresholds = (
+                artefact for artefact in found.values() if artefact is not None
+            )
             self.predictors = unpack_predictors(predictors)
             if thresholds:  # imported predictors may have kept their own
                 self.predictors = unpack_thresholds(thresholds[0], self.predictors)
             self.placement = unpack_placement(placement, self.model.config.neurons)
-        self._default_mode = manifest["mode"]
+        self._default_mode = manifest.mode
 
     def mode(self, mode: Mode | None = None) -> Mode:
         """The mode that None stands for.

@@ -5,7 +5,6 @@ checkpoint, hardware -> profile -> predictors -> placement -> quality -> speed -
 
 import array
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from pjax.chat import encode_chat
 from pjax.executor import check_mode, on_host
 from pjax.formats import expand_path, load_tokenizer, read_checkpoint, read_texts
 from pjax.imported import Imports, import_placement
+from pjax.manifest import Manifest, write_manifest
 from pjax.measure import quality_stage, speed_stage
 from pjax.model import Decoder
 from pjax.placement import explain_placement, solve_placement
@@ -40,14 +40,12 @@ from pjax.storage import load_checkpoint, model_fingerprint
 from pjax.textio import encode_prompts
 from pjax.weights_file import WEIGHTS_FILE, load_weights, save_weights, weights_origin
 from pjax.workdir import (
-    FORMAT,
     Artefact,
     fingerprint,
     pack_placement,
     pack_stats,
     unpack_placement,
     unpack_stats,
-    write_atomically,
 )
 
 PROFILE_SEQ = 512
@@ -259,17 +257,12 @@ def _verify(stages: Stages, model: Decoder, made_from: str) -> None:
 
 def _write_manifest(stages: Stages, settings: Settings, model: Decoder, mode: Mode) -> None:
     """What `LLM` needs to open the workdir."""
-    manifest = {
-        "version": VERSION,
-        "format": FORMAT,
-        "model": str(expand_path(settings.model).absolute()),
-        "dtype": settings.dtype,
-        "activation": settings.activation,
-        "fingerprint": model_fingerprint(model),
-        "mode": mode,
-        "made_from": stages.made_from,
-    }
-    write_atomically(stages.workdir / "workdir.json", json.dumps(manifest, indent=1).encode())
+    path = str(expand_path(settings.model).absolute())
+    made_from = stages.made_from
+    write_manifest(
+        stages.workdir,
+        Manifest(path, settings.dtype, settings.activation, model_fingerprint(model), mode, made_from),
+    )
 
 
 def _stats(

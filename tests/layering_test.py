@@ -25,6 +25,7 @@ FLOORS = {
     "textio": 1,
     "compiled": 2,
     "imported": 2,
+    "manifest": 2,
     "stages": 2,
     "split": 2,
     "predictor": 2,

@@ -76,3 +76,11 @@ def test_what_does_not_fit_is_named():
         ops.low_rank_mask(jnp.ones((2, 7)), first, second, bias, threshold)
     with pytest.raises(ValueError, match="threshold: expected a float array, got float"):
         ops.low_rank_mask(x, first, second, bias, 0.5)
+
+
+def test_types_that_the_kernels_do_not_read_run_as_the_formula_whichever_they_are():
+    x, first, bias = jnp.ones((1, 8)), jnp.ones((4, 8)), jnp.zeros(5)
+    second = jnp.ones((5, 4), jnp.float8_e4m3fn)
+    assert ops.low_rank_mask(x, first, second, bias, jnp.float32(0)).all()
+    with pytest.raises(ValueError, match="does not read weights of float8_e4m3fn"):
+        ops.low_rank_mask(x, first, second, bias, jnp.float32(0), implementation="cpu")

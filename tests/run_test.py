@@ -180,6 +180,15 @@ def test_llm_refuses_a_workdir_of_other_weights(first, workdir, tmp_path):
     (tmp_path / "workdir.json").write_text(json.dumps(manifest | {"fingerprint": "0"}))
     with pytest.raises(ValueError, match="was prepared from other weights"):
         pjax.LLM(tmp_path)
+    for name, wrong in {
+        "model": None,
+        "activation": 1,
+        "mode": "x",
+        "made_from": {"placement": None},
+    }.items():
+        (tmp_path / "workdir.json").write_text(json.dumps(manifest | {name: wrong}))
+        with pytest.raises(ValueError, match=rf"workdir.json: {name} is .*; run pjax.run on"):
+            pjax.LLM(tmp_path)
     (tmp_path / "workdir.json").write_text(json.dumps(manifest | {"format": FORMAT - 1}))
     with pytest.raises(ValueError, match=rf"format {FORMAT}, got .* format {FORMAT - 1}; run pjax.run on"):
         pjax.LLM(tmp_path)
@@ -194,6 +203,12 @@ def test_llm_refuses_a_whole_artefact_that_lacks_something(first, workdir, tmp_p
     save(tmp_path, "placement", made_from, placement)
     with pytest.raises(
         ValueError, match="workdir's placement.json .* lacks 'layers'; delete it, and pjax.run"
+    ):
+        pjax.LLM(tmp_path)
+    (tmp_path / "placement.json").unlink()
+    (tmp_path / "predictors.npz").write_bytes(b"damaged")
+    with pytest.raises(
+        ValueError, match="expected predictors and placement of the run .* run pjax.run on it"
     ):
         pjax.LLM(tmp_path)
 

@@ -36,8 +36,8 @@ def make_operator(
         def choose(tokens: Any, weights: Any) -> Any:
             num_tokens = jax.tree.leaves(tokens)[0].shape[0]
             few = max_kernel_tokens is None or num_tokens <= max_kernel_tokens
-            matrices = [leaf for leaf in jax.tree.leaves(weights) if leaf.ndim == 2]
-            dtype = matrices[0].dtype if matrices else jnp.float32
+            dtypes = [leaf.dtype for leaf in jax.tree.leaves(weights) if leaf.ndim == 2] or [jnp.float32]
+            dtype = next((dtype for dtype in dtypes if dtype not in ffi.WEIGHT_DTYPES), dtypes[0])
             return dispatch(implementation, kernel, formula, tokens, weights, dtype=dtype, prefer_kernel=few)
 
         run = _fold_vmap(choose)
