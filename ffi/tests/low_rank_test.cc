@@ -1,4 +1,4 @@
-// The mask of a low-rank predictor against double precision, for every pair of weight types' kernels.
+// The mask of a low-rank predictor against double precision, for every instruction set and weight type.
 #include "low_rank.h"
 
 #include <memory>
