@@ -13,6 +13,9 @@ struct Chunk {
   int64_t begin, end;
 };
 
+// Bytes of a piece at least: smaller ones restart the memory stream too often.
+constexpr int64_t kMinChunkBytes = 32 * 1024;
+
 // Every start of a piece is a cold start of the hardware prefetcher (fixed 64 KB pieces lose 7 %), while large ones
 // leave threads idle at the end; guided sizes have neither fault.
 class Chunks {

@@ -3,6 +3,7 @@
 #include "handlers.h"
 
 #include <optional>
+#include <vector>
 
 #include "activation.h"
 #include "low_rank.h"
@@ -165,16 +166,37 @@ ffi::Error ReadRows(const ffi::AnyBuffer& weight, int64_t columns, int64_t forma
   return ffi::Error::Success();
 }
 
-ffi::Error MatvecImpl(Matrix32 x, ffi::AnyBuffer weight, Vector32 bias, MatrixResult y, int64_t format,
-                      int64_t offset) {
+// Operands: x, then weight and bias of each product.
+ffi::Error MatvecImpl(Matrix32 x, ffi::RemainingArgs weights, ffi::RemainingRets ys, ffi::Span<const int64_t> formats,
+                      ffi::Span<const int64_t> offsets) {
   const int64_t batch = x.dimensions()[0], columns = x.dimensions()[1];
-  MatrixRows rows;
-  PJAX_RETURN_IF_ERROR(ReadRows(weight, columns, format, offset, &rows));
-  if (bias.element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("bias", bias.dimensions(), {rows.count}));
-  PJAX_RETURN_IF_ERROR(Expect("y", y->dimensions(), {batch, rows.count}));
-  const float* bias_data = IfPresent(bias.typed_data(), bias.element_count());
-  Matvec({rows.data, rows.stride, bias_data, x.typed_data(), batch, rows.count, columns, y->typed_data()},
-         *rows.kernels, ThreadPool::Process());
+  const size_t count = ys.size();
+  if (count == 0 || weights.size() != 2 * count || formats.size() != count || offsets.size() != count) {
+    return ffi::Error::InvalidArgument("weights: expected a weight, a bias, a format and an offset for each result");
+  }
+  std::vector<MatvecArgs> products(count);
+  const RowKernels* kernels = nullptr;
+  size_t begin = 0;  // of the products of one type
+  for (size_t i = 0; i < count; ++i) {
+    auto weight = weights.get<ffi::AnyBuffer>(2 * i);
+    auto bias = weights.get<Vector32>(2 * i + 1);
+    auto y = ys.get<Matrix32>(i);
+    if (!weight.has_value() || !bias.has_value() || !y.has_value()) {
+      return ffi::Error::InvalidArgument("bias, y: expected float32 [rows] and [batch, rows]");
+    }
+    MatrixRows rows;
+    PJAX_RETURN_IF_ERROR(ReadRows(*weight, columns, formats[i], offsets[i], &rows));
+    if (bias->element_count() > 0) PJAX_RETURN_IF_ERROR(Expect("bias", bias->dimensions(), {rows.count}));
+    PJAX_RETURN_IF_ERROR(Expect("y", (*y)->dimensions(), {batch, rows.count}));
+    if (i > begin && rows.kernels != kernels) {
+      Matvecs(&products[begin], i - begin, *kernels, ThreadPool::Process());
+      begin = i;
+    }
+    kernels = rows.kernels;
+    products[i] = {rows.data,     rows.stride,   IfPresent(bias->typed_data(), bias->element_count()),
+                   x.typed_data(), batch, rows.count, columns, (*y)->typed_data()};
+  }
+  Matvecs(&products[begin], count - begin, *kernels, ThreadPool::Process());
   return ffi::Error::Success();
 }
 
@@ -294,11 +316,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_packed_ffn, pjax::PackedFfnImpl,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_matvec, pjax::MatvecImpl,
                               xla::ffi::Ffi::Bind()
                                   .Arg<pjax::Matrix32>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<pjax::Vector32>()
-                                  .Ret<pjax::Matrix32>()
-                                  .Attr<int64_t>("format")
-                                  .Attr<int64_t>("offset"));
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Span<const int64_t>>("formats")
+                                  .Attr<xla::ffi::Span<const int64_t>>("offsets"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_low_rank_mask, pjax::LowRankMaskImpl,
                               xla::ffi::Ffi::Bind()

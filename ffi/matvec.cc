@@ -2,15 +2,14 @@
 
 #include <string.h>
 
+#include <vector>
+
 #include "chunks.h"
 #include "panel_product.h"
 #include "scratch.h"
 
 namespace pjax {
 namespace {
-
-// Smaller pieces restart the memory stream too often.
-constexpr int64_t kMinChunkBytes = 32 * 1024;
 
 // Bytes read below which a call stays on its thread: about 10 us of work, less than waking a worker takes.
 constexpr int64_t kInlineBytes = 128 * 1024;
@@ -38,8 +37,10 @@ constexpr int64_t kPieceBytes = 256 * 1024;
 // Tokens from which the threads share the preparation of x, about 1 us each.
 constexpr int64_t kMinSharedTokens = 16;
 
+// Products of one x. Their rows are counted through, from those of the first product to those of the last.
 struct MatvecWork {
-  const MatvecArgs& args;
+  const MatvecArgs* products;
+  int64_t num_products;
   const RowKernels& kernels;
   char* x;  // [batch, prepared_bytes]
   int64_t prepared_bytes, tile_tokens;
@@ -48,16 +49,15 @@ struct MatvecWork {
 
 void PrepareTokens(void* data) {
   MatvecWork& work = *static_cast<MatvecWork*>(data);
-  const int64_t columns = work.args.columns;
+  const MatvecArgs& args = work.products[0];
   for (Chunk chunk = work.tokens.Next(); chunk.begin < chunk.end; chunk = work.tokens.Next()) {
     for (int64_t token = chunk.begin; token < chunk.end; ++token) {
-      work.kernels.prepare(work.args.x + token * columns, columns, work.x + token * work.prepared_bytes);
+      work.kernels.prepare(args.x + token * args.columns, args.columns, work.x + token * work.prepared_bytes);
     }
   }
 }
 
-void MultiplyPiece(const MatvecWork& work, Chunk rows) {
-  const MatvecArgs& args = work.args;
+void MultiplyPiece(const MatvecWork& work, const MatvecArgs& args, Chunk rows) {
   const auto* weight = static_cast<const char*>(args.weight);
   for (int64_t first = 0; first < args.batch; first += work.tile_tokens) {
     const int64_t num_tokens = std::min(work.tile_tokens, args.batch - first);
@@ -81,10 +81,16 @@ void MultiplyPiece(const MatvecWork& work, Chunk rows) {
 
 void MultiplyRows(void* data) {
   MatvecWork& work = *static_cast<MatvecWork*>(data);
-  const int64_t piece_rows = kPieceBytes / std::max<int64_t>(1, work.kernels.row_bytes(work.args.columns)) + 1;
+  const int64_t row_bytes = work.kernels.row_bytes(work.products[0].columns);
+  const int64_t piece_rows = kPieceBytes / std::max<int64_t>(1, row_bytes) + 1;
   for (Chunk chunk = work.rows.Next(); chunk.begin < chunk.end; chunk = work.rows.Next()) {
-    for (int64_t begin = chunk.begin; begin < chunk.end; begin += piece_rows) {
-      MultiplyPiece(work, {begin, std::min(chunk.end, begin + piece_rows)});
+    int64_t first = 0;  // number of the product's first row
+    for (int64_t i = 0; i < work.num_products; first += work.products[i++].rows) {
+      const MatvecArgs& product = work.products[i];
+      const int64_t end = std::min(chunk.end - first, product.rows);
+      for (int64_t begin = std::max<int64_t>(0, chunk.begin - first); begin < end; begin += piece_rows) {
+        MultiplyPiece(work, product, {begin, std::min(end, begin + piece_rows)});
+      }
     }
   }
 }
@@ -112,34 +118,49 @@ int64_t TileTokens(int64_t prepared_bytes) {
   return tokens;
 }
 
-void MultiplyByDots(const MatvecArgs& args, const RowKernels& kernels, ThreadPool& pool) {
-  const int64_t prepared_bytes = kernels.prepared_bytes(args.columns), row_bytes = kernels.row_bytes(args.columns);
-  Scratch scratch(Scratch::BytesFor<char>(args.batch * prepared_bytes));
+void MultiplyByDots(const MatvecArgs* products, int64_t count, const RowKernels& kernels, ThreadPool& pool) {
+  const int64_t batch = products[0].batch, columns = products[0].columns;
+  const int64_t prepared_bytes = kernels.prepared_bytes(columns), row_bytes = kernels.row_bytes(columns);
+  Scratch scratch(Scratch::BytesFor<char>(batch * prepared_bytes));
   const int64_t min_rows = kMinChunkBytes / std::max<int64_t>(1, row_bytes);
-  MatvecWork work{args,
+  int64_t num_rows = 0;
+  for (int64_t i = 0; i < count; ++i) num_rows += products[i].rows;
+  MatvecWork work{products,
+                  count,
                   kernels,
-                  scratch.Take<char>(args.batch * prepared_bytes),
+                  scratch.Take<char>(batch * prepared_bytes),
                   prepared_bytes,
-                  kernels.joins_rows(args.columns) ? 1 : TileTokens(prepared_bytes),
-                  Chunks(args.batch, 1, pool.num_threads()),
-                  Chunks(args.rows, min_rows, pool.num_threads())};
-  pool.Run(args.batch >= kMinSharedTokens, PrepareTokens, &work);
-  pool.Run(args.rows * row_bytes > kInlineBytes, MultiplyRows, &work);
+                  kernels.joins_rows(columns) ? 1 : TileTokens(prepared_bytes),
+                  Chunks(batch, 1, pool.num_threads()),
+                  Chunks(num_rows, min_rows, pool.num_threads())};
+  pool.Run(batch >= kMinSharedTokens, PrepareTokens, &work);
+  pool.Run(num_rows * row_bytes > kInlineBytes, MultiplyRows, &work);
+}
+
+// The products for `batch` tokens from number `first` on.
+void MultiplyTokens(const MatvecArgs* products, int64_t count, int64_t first, int64_t batch, const RowKernels& kernels,
+                    ThreadPool& pool) {
+  std::vector<MatvecArgs> some(products, products + count);
+  for (MatvecArgs& product : some) {
+    product.batch = batch;
+    product.x += first * product.columns;
+    product.y += first * product.rows;
+  }
+  if (kernels.columns_per_scale != 1 || batch < kMinPanelTokens) {
+    MultiplyByDots(some.data(), count, kernels, pool);
+    return;
+  }
+  for (const MatvecArgs& product : some) MultiplyByPanels(product, kernels, pool);
 }
 
 }  // namespace
 
-void Matvec(const MatvecArgs& args, const RowKernels& kernels, ThreadPool& pool) {
-  for (int64_t first = 0; first < args.batch; first += kTokensPerPass) {
-    MatvecArgs some = args;
-    some.batch = std::min(kTokensPerPass, args.batch - first);
-    some.x += first * args.columns;
-    some.y += first * args.rows;
-    if (kernels.columns_per_scale == 1 && some.batch >= kMinPanelTokens) {
-      MultiplyByPanels(some, kernels, pool);
-    } else {
-      MultiplyByDots(some, kernels, pool);
-    }
+void Matvec(const MatvecArgs& args, const RowKernels& kernels, ThreadPool& pool) { Matvecs(&args, 1, kernels, pool); }
+
+void Matvecs(const MatvecArgs* products, int64_t count, const RowKernels& kernels, ThreadPool& pool) {
+  const int64_t batch = products[0].batch;
+  for (int64_t first = 0; first < batch; first += kTokensPerPass) {
+    MultiplyTokens(products, count, first, std::min(kTokensPerPass, batch - first), kernels, pool);
   }
 }
 

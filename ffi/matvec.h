@@ -22,6 +22,10 @@ struct MatvecArgs {
 // result has the same bits whatever else is in the batch, and for any number of threads.
 void Matvec(const MatvecArgs& args, const RowKernels& kernels, ThreadPool& pool);
 
+// As one call for each of `count` >= 1 products, which all have the same x: with fewer starts of the threads and of the
+// memory's streams.
+void Matvecs(const MatvecArgs* products, int64_t count, const RowKernels& kernels, ThreadPool& pool);
+
 // Sum modulo 2^32 of the buffer as native uint32 words, the last one padded with zero bytes.
 uint32_t StreamSum(const void* data, int64_t bytes, const RowKernels& kernels, ThreadPool& pool);
 

@@ -6,9 +6,6 @@
 namespace pjax {
 namespace {
 
-// Smaller pieces restart the memory stream too often.
-constexpr int64_t kMinChunkBytes = 32 * 1024;
-
 // Bytes read below which a call stays on its thread: about 10 us of work, less than waking a worker takes.
 constexpr int64_t kInlineBytes = 256 * 1024;
 

@@ -62,8 +62,14 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """See the class."""
-        bias = None if self.bias is None else self.bias[...]
-        return ops.matvec(x.reshape(-1, x.shape[-1]), self.matrix, bias).reshape(*x.shape[:-1], -1)
+        return project(x, self)[0]
+
+
+def project(x: jax.Array, *layers: Linear) -> list[jax.Array]:
+    """What each of the layers makes of x, in one call of the kernels."""
+    biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
+    ys = ops.matvecs(x.reshape(-1, x.shape[-1]), [layer.matrix for layer in layers], biases)
+    return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 
 class Norm(nnx.Module):
@@ -122,7 +128,7 @@ class Attention(nnx.Module):
         """Attends from x [batch, seq, model] at int32 positions [batch, seq]; returns y and the cache."""
         batch, seq, _ = x.shape
         q, k, v = (
-            layer(x).reshape(batch, seq, -1, self.config.head_dim) for layer in (self.q, self.k, self.v)
+            y.reshape(batch, seq, -1, self.config.head_dim) for y in project(x, self.q, self.k, self.v)
         )
         rope, window = self.config.rope, self.config.window
         slopes = jnp.asarray(alibi_slopes(self.config.heads)) if self.config.alibi else None

@@ -34,6 +34,9 @@ ERRORS = {
     "^ffn.gate_bias: expected None": lambda f, x, m: sparse(x, dataclasses.replace(f, gate=None), m),
     r"^weight: .*\[out, in\]": lambda f, x, m: ops.matvec(x, f.up[0]),
     r"^bias: .*\[33\], got \[3\]": lambda f, x, m: ops.matvec(x, f.up, jnp.zeros(3)),
+    "^weights: .*at least one": lambda f, x, m: ops.matvecs(x, [], []),
+    "^biases: expected 2.*got 1": lambda f, x, m: ops.matvecs(x, [f.up, f.up], [None]),
+    r"^x: .*in = 6, got \[2, 7\]": lambda f, x, m: ops.matvecs(x, [f.up, f.up[:, :6]], [None, None]),
     "^x: .*1, 2 or 4 bytes": lambda f, x, m: ops.stream_sum(jnp.zeros(3, jnp.complex64)),
 }
 

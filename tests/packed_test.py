@@ -129,6 +129,34 @@ def test_matvec_is_the_formula(format, width):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("batch", [1, 3, 20])
+def test_products_of_one_x_are_the_products_alone(batch):
+    """Of matrices of all types, in one call, with and without biases; also their gradient, and under vmap."""
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(batch, 96)), jnp.float32)
+    rows = [jnp.asarray(random_rows(number, 96)) for number in (7, 40, 3, 11)]
+    weights = [
+        rows[0],
+        ops.pack_matrix(rows[1], "q4_0"),
+        ops.pack_matrix(rows[2], "q4_0"),
+        jnp.zeros((0, 96)),
+    ]
+    weights += [ops.pack_matrix(rows[3], "q8_0"), rows[1].astype(jnp.bfloat16)]
+    biases = [None, jnp.asarray(rng.normal(size=40), jnp.float32), None, None, None, jnp.arange(40.0)]
+    pairs = list(zip(weights, biases, strict=True))
+    together = ops.matvecs(x, weights, biases)
+    for y, (weight, bias) in zip(together, pairs, strict=True):
+        np.testing.assert_array_equal(y, ops.matvec(x, weight, bias))
+    mapped = jax.vmap(lambda row: ops.matvecs(row, weights, biases))(x)
+    one_row = ops.matvecs(x[0], weights, biases)
+    for y, mapped_y, one in zip(together, mapped, one_row, strict=True):
+        np.testing.assert_array_equal(y, mapped_y)
+        np.testing.assert_allclose(y[0], one, rtol=1e-5, atol=1e-5)
+    got = jax.grad(lambda x: sum((y**2).sum() for y in ops.matvecs(x, weights, biases)))(x)
+    want = sum(jax.grad(lambda x, pair=pair: (ops.matvec(x, *pair) ** 2).sum())(x) for pair in pairs)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_many_tokens_are_the_formula(format):
     """A prompt's FFN, and a product in which each token has the bits that it has alone."""

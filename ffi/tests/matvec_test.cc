@@ -36,6 +36,34 @@ void CheckMatvec(const RowKernels& kernels, WeightType type, const std::string& 
   }
 }
 
+// Several products in one call have the bits of one call each, wherever the threads' pieces begin.
+void CheckTogether(const RowKernels& kernels, WeightType type, const std::string& text, std::vector<int64_t> rows,
+                   int64_t columns, int64_t batch) {
+  std::mt19937 rng(columns + batch);
+  const std::vector<float> x = RandomFloats(rng, batch * columns);
+  for (int num_threads : {1, 3}) {
+    ThreadPool pool(num_threads);
+    std::vector<Weights> weights;
+    std::vector<std::vector<float>> biases, alone, together;
+    std::vector<MatvecArgs> products;
+    for (int64_t count : rows) {
+      weights.emplace_back(rng, type, count, columns);
+      biases.push_back(RandomFloats(rng, count));
+      alone.emplace_back(batch * count, NAN);
+      together.emplace_back(batch * count, NAN);
+    }
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const float* bias = i % 2 == 0 ? biases[i].data() : nullptr;
+      products.push_back({weights[i].bytes.data(), weights[i].row_bytes, bias, x.data(), batch, rows[i], columns,
+                          alone[i].data()});
+      Matvec(products[i], kernels, pool);
+      products[i].y = together[i].data();
+    }
+    Matvecs(products.data(), products.size(), kernels, pool);
+    for (size_t i = 0; i < rows.size(); ++i) PJAX_CHECK(SameBits(alone[i], together[i]), text);
+  }
+}
+
 void CheckStreamSum(const RowKernels& kernels, const std::string& text, int64_t bytes) {
   std::mt19937 rng(bytes);
   std::vector<uint8_t> data(bytes + 4, 0);  // the padding that the last word is defined with
@@ -66,6 +94,9 @@ int main() {
       }
     }
     CheckMatvec(kernels, type, text, 700, 992, 8, true);  // enough bytes for all threads
+    CheckTogether(kernels, type, text, {700, 1, 0, 300}, 992, 1);
+    CheckTogether(kernels, type, text, {5, 7, 3}, 64, 3);
+    CheckTogether(kernels, type, text, {400, 500}, 512, 20);
     for (int64_t bytes : {0, 1, 2, 3, 4, 7, 1000, 1 << 20, (1 << 20) + 3}) CheckStreamSum(kernels, text, bytes);
   });
   return 0;

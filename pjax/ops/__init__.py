@@ -3,6 +3,7 @@
 from pjax.ops.attention import decode_attention as decode_attention
 from pjax.ops.low_rank import low_rank_mask as low_rank_mask
 from pjax.ops.matvec import matvec as matvec
+from pjax.ops.matvec import matvecs as matvecs
 from pjax.ops.matvec import stream_sum as stream_sum
 from pjax.ops.norm import norm as norm
 from pjax.ops.packed import pack_ffn as pack_ffn

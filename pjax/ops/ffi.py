@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -128,17 +129,18 @@ def ffn_rows(ffn: AnyFfn) -> tuple[Rows | None, Rows, Rows]:
     return gate, matrix_rows(ffn.up), matrix_rows(ffn.down)
 
 
-def matvec(x: jax.Array, rows: Rows, bias: jax.Array | None) -> jax.Array:
-    """The kernel behind `pjax.ops.matvec`: float32 [batch, rows].
+def matvecs(x: jax.Array, weights: Sequence[tuple[Rows, jax.Array | None]]) -> list[jax.Array]:
+    """The kernel behind `pjax.ops.matvecs`: float32 [batch, rows] of each weight.
 
     Args:
         x: float32 [batch, width].
-        rows: the weight.
-        bias: [rows] or None.
+        weights: rows of this width, and their bias [rows] or None.
     """
-    result = jax.ShapeDtypeStruct((x.shape[0], rows.array.shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call("pjax_matvec", result)
-    return call(x, rows.array, _float32_or_empty(bias), **rows.attributes)
+    results = [jax.ShapeDtypeStruct((x.shape[0], rows.array.shape[0]), jnp.float32) for rows, _ in weights]
+    operands = [operand for rows, bias in weights for operand in (rows.array, _float32_or_empty(bias))]
+    attributes = [rows.attributes for rows, _ in weights]
+    formats, offsets = (np.array([each[name] for each in attributes]) for name in ("format", "offset"))
+    return list(jax.ffi.ffi_call("pjax_matvec", results)(x, *operands, formats=formats, offsets=offsets))
 
 
 def combine_rows(x: jax.Array, rows: Rows) -> jax.Array:

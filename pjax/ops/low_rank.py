@@ -19,7 +19,8 @@ def low_rank_mask(
 ) -> jax.Array:
     """`relu(x @ first.T) @ second.T + bias > threshold`. No gradient flows to x.
 
-    The same to the bit as two calls of `matvec` (PowerInfer, arXiv 2312.12456, section 5.1, after Deja Vu).
+    Of quantised matrices the same to the bit as two calls of `matvec` (PowerInfer, arXiv 2312.12456, section
+    5.1, after Deja Vu).
 
     Args:
         x: [batch, in] or [in].

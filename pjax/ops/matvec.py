@@ -1,6 +1,7 @@
 """The product of a matrix with one or many vectors, and the probe that measures memory bandwidth."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 
@@ -33,13 +34,45 @@ def matvec(
         ValueError: shapes or types do not fit.
         RuntimeError: implementation is "cpu" and the kernels cannot be used here.
     """
-    num_outputs, num_inputs = checks.check_matrix(weight)
-    checks.check_input(x, num_inputs, ranks=(1, 2))
-    if bias is not None:
-        checks.expect_float("bias", bias)
-        checks.expect_shape("bias", bias, (num_outputs,), f"[out] = [{num_outputs}]")
-    y = _matvec(checks.as_rows(x), (weight, bias), implementation)
-    return y.reshape(*x.shape[:-1], num_outputs)
+    return matvecs(x, (weight,), (bias,), implementation=implementation)[0]
+
+
+def matvecs(
+    x: jax.Array,
+    weights: Sequence[Matrix],
+    biases: Sequence[jax.Array | None],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, ...]:
+    """The products of one x with several matrices, each as `matvec` gives it, to the bit.
+
+    In one call the threads and the streams from memory start once.
+
+    Args:
+        x: [batch, in] or [in].
+        weights: [out, in] each, of any types.
+        biases: one for each weight, [out] or None.
+        implementation: "reference", "cpu", or None: by the platform the program is lowered for.
+
+    Returns:
+        float32 [batch, out] or [out] for each weight.
+
+    Raises:
+        ValueError: shapes or types do not fit.
+        RuntimeError: implementation is "cpu" and the kernels cannot be used here.
+    """
+    if not weights:
+        raise ValueError("weights: expected at least one, got none")
+    if len(weights) != len(biases):
+        raise ValueError(f"biases: expected {len(weights)}, one (or None) a weight, got {len(biases)}")
+    for weight, bias in zip(weights, biases, strict=True):
+        num_outputs, num_inputs = checks.check_matrix(weight)
+        checks.check_input(x, num_inputs, ranks=(1, 2))
+        if bias is not None:
+            checks.expect_float("bias", bias)
+            checks.expect_shape("bias", bias, (num_outputs,), f"[out] = [{num_outputs}]")
+    ys = _matvecs(checks.as_rows(x), (tuple(weights), tuple(biases)), implementation)
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -60,7 +93,12 @@ def stream_sum(x: jax.Array, *, implementation: Implementation | None = None) ->
     return dispatch(implementation, ffi.stream_sum, reference.stream_sum, x)
 
 
-_matvec = make_operator(
-    kernel=lambda x, weights: ffi.matvec(x, ffi.matrix_rows(weights[0]), weights[1]),
-    formula=lambda x, weights: reference.matvec(x, *weights),
+def _kernel(x: jax.Array, weights: tuple[Sequence[Matrix], Sequence[jax.Array | None]]) -> list[jax.Array]:
+    rows = map(ffi.matrix_rows, weights[0])
+    return ffi.matvecs(x, list(zip(rows, weights[1], strict=True)))
+
+
+_matvecs = make_operator(
+    kernel=_kernel,
+    formula=lambda x, weights: [reference.matvec(x, *each) for each in zip(*weights, strict=True)],
 )

@@ -127,6 +127,7 @@ def _dense_kernel(x: jax.Array, ffn: AnyFfn, activation: Activation) -> jax.Arra
     if x.shape[0] <= MAX_FUSED_TOKENS:
         return ffi.sparse_ffn(x, ffn, None, activation, every_neuron=True)[0]
     gate_rows, up_rows, down_rows = ffi.ffn_rows(ffn)
-    gate = None if gate_rows is None else ffi.matvec(x, gate_rows, ffn.gate_bias)
-    values = reference.ffn_values(gate, ffi.matvec(x, up_rows, ffn.up_bias), activation)
+    gates = [] if gate_rows is None else [(gate_rows, ffn.gate_bias)]
+    *gate, up = ffi.matvecs(x, [*gates, (up_rows, ffn.up_bias)])
+    values = reference.ffn_values(gate[0] if gate else None, up, activation)
     return ffi.combine_rows(values, down_rows)
