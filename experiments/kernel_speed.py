@@ -45,11 +45,12 @@ _QUICK = flags.DEFINE_bool("quick", False, "A tiny shape and few runs, to see th
 FLUSH_BYTES = 512 << 20
 """Larger than the last cache of the machines this was run on (300 MB): a stream of it empties the cache."""
 
-LAYERS_BYTES = 1 << 30
-"""Weights of one run's layers: so many that starting the program, some 50 us, does not count."""
+LAYERS_BYTES = 3 << 30
+"""Weights of one run's layers. Starting a program takes 170 us from cold caches, and 1.4 us more for each of its
+arrays: 2 % of a run of so many bytes."""
 
-MAX_LAYERS = 48
-"""As many as a large model has."""
+MAX_LAYERS = 160
+"""A program of more takes too long to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _rolled(shift: int, leaf: jax.Array) -> jax.Array:
     return on_large_pages(jnp.roll(leaf, shift, 0)) if leaf.ndim else leaf
 
 
-def over_layers(fn: Callable, x: jax.Array, *args: Any) -> Callable[[], Any]:
+def over_layers(fn: Callable, x: jax.Array, *args: Any) -> Callable[[], jax.Array]:
     """One program that calls `fn(x, ...)` for each layer's arguments, each after the one before.
 
     XLA runs calls that do not depend on each other at the same time, and they would share the threads. The
@@ -93,13 +94,11 @@ def over_layers(fn: Callable, x: jax.Array, *args: Any) -> Callable[[], Any]:
     the kernels' and take 40 us from each call.
     """
 
-    def program(x: jax.Array, *args: Any) -> list[Any]:
-        results = []
+    def program(x: jax.Array, *args: Any) -> jax.Array:
         for layer in zip(*args, strict=True):
-            results.append(fn(x, *layer))
-            first = jax.tree.leaves(results[-1])[0]
-            x = x + 1e-30 * first[:, : x.shape[1]].astype(jnp.float32)
-        return results
+            y = fn(x, *layer)
+            x = x + 1e-30 * y[:, : x.shape[1]].astype(jnp.float32)
+        return x
 
     return partial(jax.jit(program), x, *args)
 
@@ -135,9 +134,11 @@ def ffn_cases(
         biases = {"gate_bias" if config.gated else "up_bias": jnp.full(neurons, bias, jnp.float32)}
         biased = [dataclasses.replace(ffn, **biases) for ffn in ffns]
         # Counted apart: in the timed program the counts would be small programs beside the next layer's call.
-        counted = over_layers(partial(ops.sparse_ffn_counted, activation="relu"), x, biased, masks)
         # With several tokens a row is read once for all: bytes are known for one token only.
-        rows = sum(float(c.predicted.sum() + followers * c.computed.sum()) for _, c in counted())
+        rows = 0.0
+        for ffn, mask in zip(biased, masks, strict=True):
+            _, counts = ops.sparse_ffn_counted(x, ffn, mask, activation="relu")
+            rows += float(counts.predicted.sum() + followers * counts.computed.sum())
         run = over_layers(partial(ops.sparse_ffn, activation="relu"), x, biased, masks)
         return Case(name, dtype, density, run, len(ffns), rows * row)
 
@@ -183,18 +184,20 @@ def sign_case(rng: np.random.Generator, shape: Shape) -> Case:
 def attention_case(rng: np.random.Generator, shape: Shape, dtype: str, context: int) -> Case:
     """Decode attention over a full cache of `context` tokens."""
     config, batch = shape.config, _BATCH.value
-    cache = jnp.asarray(
-        rng.integers(0, 1 << 14, (batch, config.kv_heads, context, config.head_dim)), jnp.uint16
-    )
-    caches = layers_of(cache if dtype == "bfloat16" else cache.astype(jnp.float32))
-    caches = caches[: len(caches) // 2 * 2]
+    dtype_bytes = 2 if dtype == "bfloat16" else 4
+    slot_bytes = 2 * config.kv_heads * context * config.head_dim * dtype_bytes
+    num_calls = int(np.clip(LAYERS_BYTES // (slot_bytes * batch), 2, MAX_LAYERS))
+    rows = (num_calls * batch, config.kv_heads, context, config.head_dim)
+    # 1.5, whatever the type.
+    caches = [jnp.full(rows, *((0x3FC0, jnp.uint16) if dtype_bytes == 2 else (1.5, jnp.float32)))] * 2
+    caches = [on_large_pages(cache) for cache in caches]
     q, kv = (jnp.ones((batch, heads, config.head_dim)) for heads in (config.heads, config.kv_heads))
     positions = jnp.full((batch,), context - 1, jnp.int32)
 
     @partial(jax.jit, donate_argnums=0)
-    def program(caches: list[Any], q, kv, positions):
-        for i in range(0, len(caches), 2):
-            y, *caches[i : i + 2] = ops.decode_attention(q, kv, kv, *caches[i : i + 2], positions)
+    def program(caches: list[jax.Array], q, kv, positions):
+        for i in range(num_calls):
+            y, *caches = ops.decode_attention(q, kv, kv, *caches, positions, first_slot=i * batch)
             q = q + 1e-30 * y[:, None, :1]
         return caches, q
 
@@ -202,8 +205,8 @@ def attention_case(rng: np.random.Generator, shape: Shape, dtype: str, context: 
         caches[:], y = program(list(caches), q, kv, positions)
         return y
 
-    num_bytes = sum(leaf.nbytes for leaf in caches)
-    return Case(f"decode_attention, {context} tokens", dtype, None, run, len(caches) // 2, num_bytes)
+    num_bytes = num_calls * batch * slot_bytes
+    return Case(f"decode_attention, {context} tokens", dtype, None, run, num_calls, num_bytes)
 
 
 def seconds(run: Callable[[], Any]) -> float:

@@ -28,12 +28,17 @@ ffi::Error ExpectAliased(const char* name, const Cache& cache, const Cache& resu
 ffi::Error DecodeAttentionImpl(Vectors32 q, Vectors32 k, Vectors32 v, Cache k_cache, Cache v_cache,
                                ffi::BufferR1<ffi::S32> positions, ffi::BufferR2<ffi::F32> rotation,
                                ffi::BufferR1<ffi::F32> slopes, ffi::ResultBufferR2<ffi::F32> y,
-                               ffi::Result<Cache> new_k_cache, ffi::Result<Cache> new_v_cache, int64_t window) {
+                               ffi::Result<Cache> new_k_cache, ffi::Result<Cache> new_v_cache, int64_t first_slot,
+                               int64_t window) {
   const int64_t batch = q.dimensions()[0], heads = q.dimensions()[1], head_dim = q.dimensions()[2];
   if (k_cache.dimensions().size() != 4) {
-    return ffi::Error::InvalidArgument("k_cache: expected shape [batch, kv_heads, capacity, head_dim]");
+    return ffi::Error::InvalidArgument("k_cache: expected shape [slots, kv_heads, capacity, head_dim]");
   }
-  const int64_t kv_heads = k_cache.dimensions()[1], capacity = k_cache.dimensions()[2];
+  const int64_t slots = k_cache.dimensions()[0], kv_heads = k_cache.dimensions()[1], capacity = k_cache.dimensions()[2];
+  if (first_slot < 0 || first_slot + batch > slots) {
+    return ffi::Error::InvalidArgument("first_slot: expected room for " + std::to_string(batch) + " of " +
+                                       std::to_string(slots) + " slots, got " + std::to_string(first_slot));
+  }
   const std::optional<WeightType> type = CacheTypeOf(k_cache);
   if (!type || k_cache.element_type() != v_cache.element_type()) {
     return ffi::Error::InvalidArgument("k_cache, v_cache: expected both float32 or both uint16");
@@ -44,8 +49,8 @@ ffi::Error DecodeAttentionImpl(Vectors32 q, Vectors32 k, Vectors32 v, Cache k_ca
   }
   PJAX_RETURN_IF_ERROR(Expect("k", k.dimensions(), {batch, kv_heads, head_dim}));
   PJAX_RETURN_IF_ERROR(Expect("v", v.dimensions(), {batch, kv_heads, head_dim}));
-  PJAX_RETURN_IF_ERROR(Expect("k_cache", k_cache.dimensions(), {batch, kv_heads, capacity, head_dim}));
-  PJAX_RETURN_IF_ERROR(Expect("v_cache", v_cache.dimensions(), {batch, kv_heads, capacity, head_dim}));
+  PJAX_RETURN_IF_ERROR(Expect("k_cache", k_cache.dimensions(), {slots, kv_heads, capacity, head_dim}));
+  PJAX_RETURN_IF_ERROR(Expect("v_cache", v_cache.dimensions(), {slots, kv_heads, capacity, head_dim}));
   PJAX_RETURN_IF_ERROR(Expect("positions", positions.dimensions(), {batch}));
   const int64_t width = rotation.dimensions()[1];
   PJAX_RETURN_IF_ERROR(Expect("rotation", rotation.dimensions(), {batch, width}));
@@ -63,8 +68,9 @@ ffi::Error DecodeAttentionImpl(Vectors32 q, Vectors32 k, Vectors32 v, Cache k_ca
   args.q = q.typed_data();
   args.k = k.typed_data();
   args.v = v.typed_data();
-  args.k_cache = new_k_cache->untyped_data();
-  args.v_cache = new_v_cache->untyped_data();
+  const int64_t skipped = first_slot * kv_heads * capacity * head_dim * (*type == WeightType::kFloat32 ? 4 : 2);
+  args.k_cache = static_cast<char*>(new_k_cache->untyped_data()) + skipped;
+  args.v_cache = static_cast<char*>(new_v_cache->untyped_data()) + skipped;
   args.positions = positions.typed_data();
   args.rotation = rotation.typed_data();
   args.slopes = IfPresent(slopes.typed_data(), slopes.element_count());
@@ -98,4 +104,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pjax_decode_attention, pjax::DecodeAttentionImpl,
                                   .Ret<xla::ffi::BufferR2<xla::ffi::F32>>()
                                   .Ret<pjax::Cache>()
                                   .Ret<pjax::Cache>()
+                                  .Attr<int64_t>("first_slot")
                                   .Attr<int64_t>("window"));

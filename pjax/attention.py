@@ -16,11 +16,11 @@ scores are never computed, and a block's scores stay in the cache (2.4x faster a
 
 
 class KvCache(NamedTuple):
-    """Keys and values of one layer; a row at position p is valid once token p has been processed.
+    """Keys and values; a row at position p is valid once token p has been processed.
 
     Attributes:
-        k: [batch, kv_heads, kv_seq, head_dim].
-        v: [batch, kv_heads, kv_seq, head_dim].
+        k: [slots, kv_heads, kv_seq, head_dim]; a slot is one sequence in one layer.
+        v: as k.
     """
 
     k: jax.Array

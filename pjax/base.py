@@ -301,7 +301,7 @@ class DecodeState(NamedTuple):
     """Everything a token step reads and writes, on the device; donated from step to step.
 
     Attributes:
-        caches: the KV caches, one a layer.
+        caches: the KV cache, or what the executor keeps in its place.
         lengths: int32 [batch], tokens in the caches.
         ids: int32 [batch], the newest token of each sequence, not yet in the caches.
         sampler: whatever the `SampleFn` carries.

@@ -123,9 +123,12 @@ class Attention(nnx.Module):
         self.o = linear(config.heads * config.head_dim, config.model)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, cache: KvCache | None
+        self, x: jax.Array, positions: jax.Array, cache: KvCache | None, first_slot: int = 0
     ) -> tuple[jax.Array, KvCache | None]:
-        """Attends from x [batch, seq, model] at int32 positions [batch, seq]; returns y and the cache."""
+        """Attends from x [batch, seq, model] at int32 positions [batch, seq]; returns y and the cache.
+
+        Sequence i is in slot `first_slot + i` of the cache.
+        """
         batch, seq, _ = x.shape
         q, k, v = (
             y.reshape(batch, seq, -1, self.config.head_dim) for y in project(x, self.q, self.k, self.v)
@@ -142,6 +145,7 @@ class Attention(nnx.Module):
                 frequencies=frequencies,
                 attention_factor=factor,
                 slopes=slopes,
+                first_slot=first_slot,
                 window=window,
             )
             return self.o(y[:, None]), KvCache(*caches)
@@ -150,7 +154,9 @@ class Attention(nnx.Module):
             q, k = (rotate(part, rotation) for part in (q, k))
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         if cache is not None:
-            cache = KvCache(append(cache.k, k, positions), append(cache.v, v, positions))
+            cache = KvCache(
+                append(cache.k, k, positions, first_slot), append(cache.v, v, positions, first_slot)
+            )
         # A text from position 0 on sees only itself.
         y = attend_prompt(q, k, v, positions, window=window, slopes=slopes)
         return self.o(y), cache
@@ -163,7 +169,7 @@ class AttendedLayer(NamedTuple):
         x: [batch, seq, model], the FFN's input.
         source: what x was normed from.
         residual: what the FFN's result is added to.
-        cache: the layer's KV cache, or None.
+        cache: the KV cache, or None.
     """
 
     x: jax.Array
@@ -195,11 +201,13 @@ class DecoderLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def attend(self, residual: jax.Array, positions: jax.Array, cache: KvCache | None) -> AttendedLayer:
-        """The first half of the layer, up to the input of its FFN."""
+    def attend(
+        self, residual: jax.Array, positions: jax.Array, cache: KvCache | None, first_slot: int = 0
+    ) -> AttendedLayer:
+        """The first half of the layer, up to the input of its FFN; `first_slot` as for `Attention`."""
         block = self.config.block
         normed = residual if self.attention_norm is None else self.attention_norm(residual)
-        y, cache = self.attention(normed, positions, cache)
+        y, cache = self.attention(normed, positions, cache, first_slot)
         if block == "parallel":
             return AttendedLayer(self.ffn_norm(residual), residual, join(residual, y, self.config), cache)
         residual = join(normed if block == "post_norm" else residual, y, self.config)
@@ -256,29 +264,29 @@ class Decoder(nnx.Module):
         self,
         ids: jax.Array,
         positions: jax.Array,
-        caches: tuple[KvCache, ...] | None = None,
+        cache: KvCache | None = None,
         ffn_fn: FfnFn = dense_ffn_fn,
-    ) -> tuple[jax.Array, tuple[KvCache, ...] | None, list]:
+    ) -> tuple[jax.Array, KvCache | None, list]:
         """All layers, without the head.
 
         Args:
             ids: int32 [batch, seq].
-            positions: int32 [batch, seq], consecutive; 0.. if seq > 1 and there are caches.
-            caches: one a layer, or None to see only `ids`.
+            positions: int32 [batch, seq], consecutive; 0.. if seq > 1 and there is a cache.
+            cache: of all layers, `batch` slots each, one layer after the other; None to see only `ids`.
             ffn_fn: runs one layer's FFN.
 
         Returns:
-            (residual [batch, seq, model], caches, what ffn_fn handed back for each layer)
+            (residual [batch, seq, model], cache, what ffn_fn handed back for each layer)
         """
         residual = self.embed_ids(ids, positions)
-        new_caches, aux = [], []
+        aux = []
         for index, layer in enumerate(self.layers):
-            attended = layer.attend(residual, positions, caches[index] if caches else None)
+            attended = layer.attend(residual, positions, cache, index * len(ids))
+            cache = attended.cache
             y, layer_aux = ffn_fn(layer, attended.x, attended.source)
             residual = join(attended.residual, y, self.config)
-            new_caches.append(attended.cache)
             aux.append(layer_aux)
-        return residual, tuple(new_caches) if caches else None, aux
+        return residual, cache, aux
 
     def __call__(self, ids: jax.Array, ffn_fn: FfnFn = dense_ffn_fn) -> jax.Array:
         """int32 ids [batch, seq] -> float32 logits [batch, seq, vocab], each position seeing those before."""

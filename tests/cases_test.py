@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pjax.attention import KvCache
+from pjax.executor.common import empty_cache
 from pjax.layers import dense_ffn_fn, exact_ffn_fn
 from pjax.model import prompt_positions
 from pjax.profiler import observed_ffn_fn
@@ -33,33 +33,32 @@ jit = partial(jax.jit, static_argnames="graphdef", compiler_options={"xla_backen
 
 
 @jit
-def read_prompt(graphdef, state, ids, caches):
-    """(logits of every position, caches, tokens for which each neuron of each layer was active)"""
+def read_prompt(graphdef, state, ids, cache):
+    """(logits of every position, cache, tokens for which each neuron of each layer was active)"""
     model = nnx.merge(graphdef, state)
-    residual, caches, observed = model.run(ids, prompt_positions(ids), caches, observed_ffn_fn)
-    return model.logits(residual), caches, [layer.active_mask.sum(0) for layer in observed]
+    residual, cache, observed = model.run(ids, prompt_positions(ids), cache, observed_ffn_fn)
+    return model.logits(residual), cache, [layer.active_mask.sum(0) for layer in observed]
 
 
 @jit
-def read_token(graphdef, state, ids, position, caches):
-    """(best next ids, caches)"""
+def read_token(graphdef, state, ids, position, cache):
+    """(best next ids, cache)"""
     model = nnx.merge(graphdef, state)
     ffn_fn = exact_ffn_fn if model.config.is_sparse else dense_ffn_fn
     positions = jnp.broadcast_to(position, (len(ids), 1))
-    residual, caches, _ = model.run(ids[:, None], positions, caches, ffn_fn)
-    return jnp.argmax(model.logits(residual)[:, 0], -1), caches
+    residual, cache, _ = model.run(ids[:, None], positions, cache, ffn_fn)
+    return jnp.argmax(model.logits(residual)[:, 0], -1), cache
 
 
 def decode(model, ids, num_new):
     """Logits of a prompt [batch, seq, vocab], neurons' active tokens, and greedy ids [batch, num_new]."""
     config, (batch, num_prompt) = model.config, ids.shape
     graphdef, state = nnx.split(model)
-    shape = (batch, config.kv_heads, num_prompt + num_new, config.head_dim)
-    empty = KvCache(jnp.zeros(shape, model.cache_dtype), jnp.zeros(shape, model.cache_dtype))
-    logits, caches, active = read_prompt(graphdef, state, jnp.asarray(ids), (empty,) * config.layers)
+    empty = empty_cache(config, model.cache_dtype, config.layers * batch, num_prompt + num_new)
+    logits, cache, active = read_prompt(graphdef, state, jnp.asarray(ids), empty)
     new_ids = [jnp.argmax(logits[:, -1], -1)]
     for position in range(num_prompt, num_prompt + num_new - 1):
-        best, caches = read_token(graphdef, state, new_ids[-1], jnp.int32(position), caches)
+        best, cache = read_token(graphdef, state, new_ids[-1], jnp.int32(position), cache)
         new_ids.append(best)
     return logits, active, np.stack(new_ids, 1)
 

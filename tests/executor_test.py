@@ -9,7 +9,6 @@ import pytest
 
 from pjax.base import Placement, Predictors
 from pjax.executor import OneProgram, TwoPrograms, device_pair, make_executor, measure_overlap
-from pjax.executor.common import empty_caches
 from pjax.executor.two_programs import cold_program, hot_program
 from pjax.sampling import greedy
 from tests.tiny_model import tiny_decoder, tiny_ids, tiny_predictors
@@ -69,7 +68,7 @@ def test_a_whole_layer_asks_nothing_of_the_host():
     some, whole = np.arange(24) < 9, np.ones(40, bool)
     split = TwoPrograms(model, (some, whole), mode="exact", device=device, host=host)
     seen = []
-    caches = empty_caches(model.config, model.cache_dtype, 1, 32, device)
+    caches = split._empty_caches(1, 32)
     _, joined, _, _ = split._run(ids, None, caches, "exact", lambda name, arrays: seen.append((name, arrays)))
     assert [arrays is None for name, arrays in seen if name == "host_input"] == [False, True]
     assert joined.cold is None
@@ -163,17 +162,19 @@ def test_number_of_programs_does_not_grow(split):
 def test_cache_is_donated_and_grows():
     executor = OneProgram(tiny_decoder(context=600))
     state = executor.prefill(
-        tiny_ids(1, 4), np.array([4], np.int32), capacity=16, sample_fn=greedy, sampler=None
+        tiny_ids(1, 4), np.array([4], np.int32), capacity=4096, sample_fn=greedy, sampler=None
     )
-    old = state.caches[0].k
+    old = state.caches.k
     address = old.unsafe_buffer_pointer()
     state = executor.step(state, sample_fn=greedy)
-    assert old.is_deleted() and state.caches[0].k.unsafe_buffer_pointer() == address
-    before = np.asarray(state.caches[1].v)
-    state = executor.reserve(state, 64)
-    assert state.caches[1].v.shape[2] == 64
-    np.testing.assert_array_equal(state.caches[1].v[:, :, :16], before)
-    assert executor.reserve(state, 64) is state
+    assert old.is_deleted() and state.caches.k.unsafe_buffer_pointer() == address
+    lowered = executor._step.lower(executor._leaves, state, sample_fn=greedy)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < old.nbytes, "a layer copies the cache"
+    before = np.asarray(state.caches.v)
+    state = executor.reserve(state, 8192)
+    assert state.caches.v.shape[2] == 8192
+    np.testing.assert_array_equal(state.caches.v[:, :, :4096], before)
+    assert executor.reserve(state, 8192) is state
 
 
 def test_make_executor_follows_the_placement():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pjax.attention import KvCache, attend, attend_prompt
+from pjax.attention import attend, attend_prompt
+from pjax.executor.common import empty_cache
 from pjax.model import prompt_positions
 from pjax.storage import load_model, model_fingerprint
 from tests.tiny import edit_config, tiny_llama, tiny_opt
@@ -64,13 +65,12 @@ def test_token_by_token_equals_the_whole_text(tmp_path, write):
     model = load_model(tmp_path / "model")
     ids = np.random.default_rng(0).integers(0, model.config.vocab, (2, 9)).astype(np.int32)
     whole = model(ids)
-    shape = (2, model.config.kv_heads, 16, model.config.head_dim)
-    caches = tuple(KvCache(jnp.zeros(shape), jnp.zeros(shape)) for _ in model.layers)
-    run = nnx.jit(lambda model, ids, positions, caches: model.run(ids, positions, caches)[:2])
-    residual, caches = run(model, ids[:, :4], prompt_positions(ids[:, :4]), caches)
+    cache = empty_cache(model.config, jnp.float32, 2 * model.config.layers, 16)
+    run = nnx.jit(lambda model, ids, positions, cache: model.run(ids, positions, cache)[:2])
+    residual, cache = run(model, ids[:, :4], prompt_positions(ids[:, :4]), cache)
     np.testing.assert_allclose(model.logits(residual), whole[:, :4], rtol=1e-4, atol=1e-5)
     for i in range(4, 9):
-        residual, caches = run(model, ids[:, i : i + 1], jnp.full((2, 1), i, jnp.int32), caches)
+        residual, cache = run(model, ids[:, i : i + 1], jnp.full((2, 1), i, jnp.int32), cache)
         np.testing.assert_allclose(model.logits(residual)[:, 0], whole[:, i], rtol=1e-4, atol=1e-5)
 
 

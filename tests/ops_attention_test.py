@@ -152,6 +152,25 @@ def test_caches_that_are_not_donated_are_left_alone():
         np.testing.assert_array_equal(cache, before)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slots_of_others_are_left_alone(implementation):
+    """Caches with room for more sequences than the batch has, as those of all layers in one array."""
+    arrays, keywords = make(**CASES["grouped"])
+    alone = ops.decode_attention(*arrays, **keywords, implementation=implementation)
+    *tokens, k_cache, v_cache, positions = arrays
+    for first in (0, 2, 4):
+        wide = [np.full((7, *cache.shape[1:]), 7, np.uint16) for cache in (k_cache, v_cache)]
+        for cache, own in zip(wide, (k_cache, v_cache), strict=True):
+            cache[first : first + 3] = own
+        y, *caches = ops.decode_attention(
+            *tokens, *wide, positions, first_slot=first, **keywords, implementation=implementation
+        )
+        np.testing.assert_array_equal(y, alone[0])
+        for cache, before, own in zip(caches, wide, alone[1:], strict=True):
+            before[first : first + 3] = own
+            np.testing.assert_array_equal(cache, before)
+
+
 def test_capacity_and_batch_change_no_bit():
     arrays, keywords = make(**CASES["long"])
     whole, *_ = ops.decode_attention(*arrays, **keywords, implementation="cpu")
@@ -212,6 +231,8 @@ def test_wrong_arrays_are_refused(number, change, message):
         ({"frequencies": np.ones(33, np.float32)}, "frequencies: expected shape"),
         ({"slopes": np.ones(7, np.float32)}, "slopes: expected shape"),
         ({"window": 0}, "window: expected None or at least 1, got 0"),
+        ({"first_slot": 1}, "first_slot: expected 0..0 for a batch of 3 in caches of 3 slots, got 1"),
+        ({"first_slot": -1}, "first_slot: expected 0..0"),
     ],
 )
 def test_wrong_settings_are_refused(keywords, message):

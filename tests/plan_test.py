@@ -12,7 +12,7 @@ from flax import nnx
 from pjax import ops
 from pjax.base import SignPredictor
 from pjax.executor import OneProgram, TwoPrograms
-from pjax.executor.common import empty_caches
+from pjax.executor.common import empty_cache
 from pjax.formats import read_checkpoint
 from pjax.hardware import hardware_preset
 from pjax.layers import SparseFfn
@@ -97,8 +97,8 @@ def test_cache_and_workspace_are_enough_for_a_prompt():
     model = tiny_decoder(context=256, vocab=500)
     sizes = WeightSizes(0, 0, ("float32",) * 2, "float32")
     planned = plan_memory(sizes, model.config, DEMO, PlacementSettings(), 0)
-    caches = empty_caches(model.config, model.cache_dtype, 1, 256)
-    assert planned.kv_cache == sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    cache = empty_cache(model.config, model.cache_dtype, model.config.layers, 256)
+    assert planned.kv_cache == cache.k.nbytes + cache.v.nbytes
     executor = OneProgram(model)
     arguments = executor._leaves, tiny_ids(1, 256), np.array([256], np.int32), None
     lowered = executor._prefill.lower(*arguments, capacity=256, sample_fn=greedy)

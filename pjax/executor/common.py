@@ -1,6 +1,7 @@
 """What both executors share: the checks, the modes' FFNs, and the caches."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +40,14 @@ def count_rows(aux: list[FfnCounts | None]) -> jax.Array:
     return sum(counts, jnp.zeros(3, jnp.int32)).astype(jnp.float32)
 
 
-def empty_caches(
-    config: ModelConfig, dtype: jnp.dtype, batch: int, capacity: int, device=None
-) -> tuple[KvCache, ...]:
-    """Caches of zeros, one a layer."""
-    shape = (batch, config.kv_heads, capacity, config.head_dim)
-    zeros = partial(jnp.zeros, shape, dtype, device=device)
-    return tuple(KvCache(zeros(), zeros()) for _ in range(config.layers))
+def empty_cache(config: ModelConfig, dtype: jnp.dtype, slots: int, capacity: int, device=None) -> KvCache:
+    """A cache of zeros."""
+    shape = (slots, config.kv_heads, capacity, config.head_dim)
+    return KvCache(*(jnp.zeros(shape, dtype, device=device) for _ in range(2)))
 
 
 @partial(jax.jit, static_argnames="capacity")
-def grow(caches: tuple[KvCache, ...], capacity: int) -> tuple[KvCache, ...]:
+def grow(caches: Any, capacity: int) -> Any:
     """The caches with room for `capacity` tokens."""
 
     def pad(cache: jax.Array) -> jax.Array:
@@ -60,7 +58,7 @@ def grow(caches: tuple[KvCache, ...], capacity: int) -> tuple[KvCache, ...]:
 
 def reserve(state: DecodeState, capacity: int) -> DecodeState:
     """The state with caches of at least `capacity` tokens; the same state if they are."""
-    if state.caches[0].k.shape[2] >= capacity:
+    if jax.tree.leaves(state.caches)[0].shape[2] >= capacity:
         return state
     return state._replace(caches=grow(state.caches, capacity))
 

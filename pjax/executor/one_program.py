@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pjax.base import AnyArray, DecodeState, FfnFn, Mode, Predictors, SampleFn
-from pjax.executor.common import check_mode, count_rows, empty_caches, last_rows, mode_ffn_fn, reserve
+from pjax.executor.common import check_mode, count_rows, empty_cache, last_rows, mode_ffn_fn, reserve
 from pjax.model import Decoder, prompt_positions
 
 
@@ -31,7 +31,7 @@ class OneProgram:
         self, model: Decoder, *, mode: Mode = "dense", predictors: Predictors | None = None, device=None
     ):
         check_mode(mode, model.config, predictors)
-        self.config = model.config
+        self.config = config = model.config
         self.mode: Mode = mode
         device = jax.local_devices()[0] if device is None else device
         self.devices = (device,)
@@ -47,18 +47,18 @@ class OneProgram:
 
         def prefill(leaves, ids, lengths, sampler, *, capacity: int, sample_fn: SampleFn) -> DecodeState:
             model, _ = merge(leaves)
-            caches = empty_caches(model.config, model.cache_dtype, ids.shape[0], capacity)
-            residual, caches, _ = model.run(ids, prompt_positions(ids), caches)
+            cache = empty_cache(model.config, model.cache_dtype, config.layers * len(ids), capacity)
+            residual, cache, _ = model.run(ids, prompt_positions(ids), cache)
             logits = model.logits(last_rows(residual, lengths))
             new_ids, sampler = sample_fn(logits[:, 0], sampler)
-            return DecodeState(caches, lengths, new_ids, sampler, jnp.zeros(3))
+            return DecodeState(cache, lengths, new_ids, sampler, jnp.zeros(3))
 
         def step(leaves, state: DecodeState, *, sample_fn: SampleFn) -> DecodeState:
             model, ffn_fn = merge(leaves)
             positions = state.lengths[:, None]
-            residual, caches, aux = model.run(state.ids[:, None], positions, state.caches, ffn_fn)
+            residual, cache, aux = model.run(state.ids[:, None], positions, state.caches, ffn_fn)
             new_ids, sampler = sample_fn(model.logits(residual)[:, 0], state.sampler)
-            return DecodeState(caches, state.lengths + 1, new_ids, sampler, state.rows + count_rows(aux))
+            return DecodeState(cache, state.lengths + 1, new_ids, sampler, state.rows + count_rows(aux))
 
         self._prefill = jax.jit(prefill, static_argnames=("capacity", "sample_fn"))
         self._step = jax.jit(step, static_argnames="sample_fn", donate_argnames="state")

@@ -14,7 +14,7 @@ from flax import nnx
 from pjax import ops
 from pjax.attention import KvCache
 from pjax.base import AnyArray, DecodeState, Mode, Predictor, Predictors, SampleFn
-from pjax.executor.common import check_mode, count_rows, empty_caches, last_rows, reserve
+from pjax.executor.common import check_mode, count_rows, empty_cache, last_rows, reserve
 from pjax.model import Decoder, join, prompt_positions
 from pjax.predictor import predict_mask, take_neurons
 from pjax.split import pack_mask, split_ffn, unpack_mask
@@ -259,13 +259,18 @@ class TwoPrograms:
             aux += [hot_counts, cold_counts]
         return residual, joined, tuple(new_caches), aux
 
+    def _empty_caches(self, batch: int, capacity: int) -> tuple[KvCache, ...]:
+        """One a layer, as each has a program of its own."""
+        shape = self.config, self._cache_dtype, batch, capacity, self.device
+        return tuple(empty_cache(*shape) for _ in self._layers)
+
     def prefill(
         self, ids: AnyArray, lengths: AnyArray, *, capacity: int, sample_fn: SampleFn, sampler: Any
     ) -> DecodeState:
         """See `base.Executor`."""
         prompts, ends = (jax.device_put(jnp.asarray(array), self.device) for array in (ids, lengths))
         sampler = jax.device_put(sampler, self.device)
-        caches = empty_caches(self.config, self._cache_dtype, prompts.shape[0], capacity, self.device)
+        caches = self._empty_caches(len(prompts), capacity)
         residual, joined, caches, _ = self._run(prompts, None, caches, "dense")
         new_ids, sampler = finish_program(
             self._spec, self._leaves, residual, joined, ends, sampler, sample_fn=sample_fn

@@ -13,7 +13,7 @@ CACHE_DTYPES = (jnp.float32, jnp.uint16)
 """Types of a KV cache; uint16 are the bits of bfloat16."""
 
 
-@functools.partial(jax.jit, static_argnames=("attention_factor", "window", "implementation"))
+@functools.partial(jax.jit, static_argnames=("attention_factor", "first_slot", "window", "implementation"))
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -25,6 +25,7 @@ def decode_attention(
     frequencies: jax.Array | None = None,
     attention_factor: float = 1.0,
     slopes: jax.Array | None = None,
+    first_slot: int = 0,
     window: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -37,7 +38,7 @@ def decode_attention(
         q: float32 [batch, heads, head_dim].
         k: float32 [batch, kv_heads, head_dim]; kv_heads divides heads.
         v: as k.
-        k_cache: float32, or uint16 for the bits of bfloat16, [batch, kv_heads, capacity, head_dim]; row p
+        k_cache: float32, or uint16 for the bits of bfloat16, [slots, kv_heads, capacity, head_dim]; row p
             holds position p.
         v_cache: as k_cache.
         positions: int32 [batch], of the new tokens; one behind the cache is written to its last row.
@@ -45,6 +46,8 @@ def decode_attention(
             one position to the next; None turns none.
         attention_factor: multiplies the turned entries.
         slopes: float32 [heads], subtracted from a score per token of distance, before scaling; or None.
+        first_slot: sequence i has slot `first_slot + i` of the caches, which may hold more than this batch:
+            all layers' rows in one array cost a program 5 us less a token than an array each.
         window: keys that a query sees, itself included; None for all.
         implementation: "reference", "cpu", or None: by the platform the program is lowered for.
 
@@ -55,38 +58,40 @@ def decode_attention(
         ValueError: shapes or types do not fit.
         RuntimeError: implementation is "cpu" and the kernels cannot be used here.
     """
-    _check(q, k, v, k_cache, v_cache, positions, frequencies, slopes, window)
+    _check(q, k, v, k_cache, v_cache, positions, frequencies, slopes, first_slot, window)
     rotation = None
     if frequencies is not None:
         # Here and not in the kernel: XLA computes it once for all layers, with the bits that prompts get.
         rotation = reference.rotation_at(positions[:, None], frequencies, attention_factor)
     return dispatch(
         implementation,
-        functools.partial(ffi.decode_attention, window=window),
-        functools.partial(reference.decode_attention, window=window),
+        functools.partial(ffi.decode_attention, first_slot=first_slot, window=window),
+        functools.partial(reference.decode_attention, first_slot=first_slot, window=window),
         *(q, k, v, k_cache, v_cache, positions, rotation, slopes),
     )
 
 
-def _check(q, k, v, k_cache, v_cache, positions, frequencies, slopes, window: int | None) -> None:
+def _check(
+    q, k, v, k_cache, v_cache, positions, frequencies, slopes, first_slot: int, window: int | None
+) -> None:
     if q.ndim != 3 or k_cache.ndim != 4:
         raise ValueError(
-            "q, k_cache: expected shapes [batch, heads, head_dim] and [batch, kv_heads, capacity, head_dim], "
+            "q, k_cache: expected shapes [batch, heads, head_dim] and [slots, kv_heads, capacity, head_dim], "
             f"got {list(q.shape)} and {list(k_cache.shape)}."
         )
     batch, heads, head_dim = q.shape
-    kv_heads, capacity = k_cache.shape[1:3]
+    slots, kv_heads, capacity = k_cache.shape[:3]
     if kv_heads == 0 or heads % kv_heads or capacity == 0 or head_dim == 0:
         raise ValueError(
             f"k_cache: expected kv_heads to divide heads = {heads}, and no axis of size 0, "
             f"got {list(k_cache.shape)}."
         )
     rows = f"[batch, kv_heads, head_dim] = [{batch}, {kv_heads}, {head_dim}]"
-    cache_rows = f"[batch, kv_heads, capacity, head_dim] = [{batch}, {kv_heads}, {capacity}, {head_dim}]"
+    cache_rows = f"[slots, kv_heads, capacity, head_dim] = [{slots}, {kv_heads}, {capacity}, {head_dim}]"
     for name, array in (("k", k), ("v", v)):
         checks.expect_shape(name, array, (batch, kv_heads, head_dim), rows)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.expect_shape(name, cache, (batch, kv_heads, capacity, head_dim), cache_rows)
+        checks.expect_shape(name, cache, (slots, kv_heads, capacity, head_dim), cache_rows)
         if cache.dtype not in CACHE_DTYPES or cache.dtype != k_cache.dtype:
             raise ValueError(f"{name}: expected both caches float32 or both uint16, got {cache.dtype}.")
     checks.expect_shape("positions", positions, (batch,), f"[batch] = [{batch}]")
@@ -103,5 +108,10 @@ def _check(q, k, v, k_cache, v_cache, positions, frequencies, slopes, window: in
         )
     if slopes is not None:
         checks.expect_shape("slopes", slopes, (heads,), f"[heads] = [{heads}]")
+    if not 0 <= first_slot <= slots - batch:
+        raise ValueError(
+            f"first_slot: expected 0..{slots - batch} for a batch of {batch} in caches of {slots} slots, "
+            f"got {first_slot}."
+        )
     if window is not None and window < 1:
         raise ValueError(f"window: expected None or at least 1, got {window}.")

@@ -41,13 +41,13 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
 
 
-def append(cache: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """Writes each sequence's rows [batch, kv_heads, seq, head_dim] into the cache at its first position."""
+def append(cache: jax.Array, rows: jax.Array, positions: jax.Array, first_slot: int) -> jax.Array:
+    """Writes each sequence's rows [batch, kv_heads, seq, head_dim] into its slot at its first position."""
     if cache.dtype == jnp.uint16:
         rows = lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
     # One update a sequence, unrolled: a batched scatter is not done in place by XLA's CPU backend.
-    for i in range(cache.shape[0]):
-        cache = lax.dynamic_update_slice(cache, rows[i : i + 1], (i, 0, positions[i, 0], 0))
+    for i in range(rows.shape[0]):
+        cache = lax.dynamic_update_slice(cache, rows[i : i + 1], (first_slot + i, 0, positions[i, 0], 0))
     return cache
 
 
@@ -109,15 +109,17 @@ def decode_attention(
     rotation: Rotation | None,
     slopes: jax.Array | None,
     *,
+    first_slot: int,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pjax.ops.decode_attention`; rotation of [batch, 1]."""
     q, k, v, positions = q[:, None], k[:, None], v[:, None], positions[:, None]
     if rotation is not None:
         q, k = (rotate(part, rotation) for part in (q, k))
-    k_cache = append(k_cache, k.swapaxes(1, 2), positions)
-    v_cache = append(v_cache, v.swapaxes(1, 2), positions)
-    y = attend(q, k_cache, v_cache, positions, window=window, slopes=slopes)
+    k_cache = append(k_cache, k.swapaxes(1, 2), positions, first_slot)
+    v_cache = append(v_cache, v.swapaxes(1, 2), positions, first_slot)
+    slots = slice(first_slot, first_slot + q.shape[0])
+    y = attend(q, k_cache[slots], v_cache[slots], positions, window=window, slopes=slopes)
     return y[:, 0], k_cache, v_cache
 
 

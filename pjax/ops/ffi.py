@@ -167,6 +167,7 @@ def decode_attention(
     rotation: tuple[jax.Array, jax.Array] | None,
     slopes: jax.Array | None,
     *,
+    first_slot: int,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The kernel behind `pjax.ops.decode_attention`; rotation: cosines and sines, [batch, 1, width / 2]."""
@@ -176,7 +177,7 @@ def decode_attention(
     caches = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)]
     call = jax.ffi.ffi_call("pjax_decode_attention", (result, *caches), input_output_aliases={3: 1, 4: 2})
     arrays = (q, k, v, k_cache, v_cache, positions, waves, _float32_or_empty(slopes))
-    y, k_cache, v_cache = call(*arrays, window=np.int64(window or 0))
+    y, k_cache, v_cache = call(*arrays, first_slot=np.int64(first_slot), window=np.int64(window or 0))
     return y, k_cache, v_cache
 
 
