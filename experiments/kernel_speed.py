@@ -46,8 +46,8 @@ FLUSH_BYTES = 512 << 20
 """Larger than the last cache of the machines this was run on (300 MB): a stream of it empties the cache."""
 
 LAYERS_BYTES = 3 << 30
-"""Weights of one run's layers. Starting a program takes 170 us from cold caches, and 1.4 us more for each of its
-arrays: 2 % of a run of so many bytes."""
+"""Weights of one run's layers. Starting a program takes 170 us from cold caches, and 1.4 us more for each of
+its arrays: 1 % of a run of so many bytes."""
 
 MAX_LAYERS = 160
 """A program of more takes too long to compile."""
