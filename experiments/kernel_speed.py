@@ -45,9 +45,9 @@ _QUICK = flags.DEFINE_bool("quick", False, "A tiny shape and few runs, to see th
 FLUSH_BYTES = 512 << 20
 """Larger than the last cache of the machines this was run on (300 MB): a stream of it empties the cache."""
 
-LAYERS_BYTES = 3 << 30
+LAYERS_BYTES = 2 << 30
 """Weights of one run's layers. Starting a program takes 170 us from cold caches, and 1.4 us more for each of
-its arrays: 1 % of a run of so many bytes."""
+its arrays: 1 to 2 % of a run of so many bytes."""
 
 MAX_LAYERS = 160
 """A program of more takes too long to compile."""
