@@ -188,9 +188,8 @@ def attention_case(rng: np.random.Generator, shape: Shape, dtype: str, context: 
     slot_bytes = 2 * config.kv_heads * context * config.head_dim * dtype_bytes
     num_calls = int(np.clip(LAYERS_BYTES // (slot_bytes * batch), 2, MAX_LAYERS))
     rows = (num_calls * batch, config.kv_heads, context, config.head_dim)
-    # 1.5, whatever the type.
-    caches = [jnp.full(rows, *((0x3FC0, jnp.uint16) if dtype_bytes == 2 else (1.5, jnp.float32)))] * 2
-    caches = [on_large_pages(cache) for cache in caches]
+    one_and_a_half = (0x3FC0, jnp.uint16) if dtype_bytes == 2 else (1.5, jnp.float32)
+    caches = [jnp.full(rows, *one_and_a_half) for _ in range(2)]
     q, kv = (jnp.ones((batch, heads, config.head_dim)) for heads in (config.heads, config.kv_heads))
     positions = jnp.full((batch,), context - 1, jnp.int32)
 

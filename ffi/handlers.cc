@@ -193,8 +193,8 @@ ffi::Error MatvecImpl(Matrix32 x, ffi::RemainingArgs weights, ffi::RemainingRets
       begin = i;
     }
     kernels = rows.kernels;
-    products[i] = {rows.data,     rows.stride,   IfPresent(bias->typed_data(), bias->element_count()),
-                   x.typed_data(), batch, rows.count, columns, (*y)->typed_data()};
+    const float* bias_data = IfPresent(bias->typed_data(), bias->element_count());
+    products[i] = {rows.data, rows.stride, bias_data, x.typed_data(), batch, rows.count, columns, (*y)->typed_data()};
   }
   Matvecs(&products[begin], count - begin, *kernels, ThreadPool::Process());
   return ffi::Error::Success();

@@ -9,9 +9,6 @@
 namespace pjax {
 namespace {
 
-// Bytes read below which a call stays on its thread: about 10 us of work, less than waking a worker takes.
-constexpr int64_t kInlineBytes = 128 * 1024;
-
 // Neurons whose scores are made before they are compared: they stay in the first-level cache.
 constexpr int64_t kPieceNeurons = 256;
 
@@ -56,7 +53,7 @@ void LowRankMask(const LowRankArgs& args, ThreadPool& pool) {
   for (int64_t i = 0; i < batch; ++i) kernels.prepare(hidden + i * rank, rank, prepared + i * prepared_bytes);
   MaskWork work{args, prepared, prepared_bytes,
                 Chunks(neurons, kMinChunkBytes / std::max<int64_t>(1, row_bytes), pool.num_threads())};
-  pool.Run(neurons * row_bytes > kInlineBytes, MarkNeurons, &work);
+  pool.Run(neurons * row_bytes > kMatvecInlineBytes, MarkNeurons, &work);
 }
 
 }  // namespace pjax

@@ -11,9 +11,6 @@
 namespace pjax {
 namespace {
 
-// Bytes read below which a call stays on its thread: about 10 us of work, less than waking a worker takes.
-constexpr int64_t kInlineBytes = 128 * 1024;
-
 // Rows are read one after the other; the request runs this far ahead. The streamer stops at a page of 4 KB, and a
 // request in the next one starts it there early (+20 to +35 % of the stream; 2 to 8 KB are equal within 2 %).
 constexpr int64_t kAheadBytes = 4096;
@@ -134,7 +131,7 @@ void MultiplyByDots(const MatvecArgs* products, int64_t count, const RowKernels&
                   Chunks(batch, 1, pool.num_threads()),
                   Chunks(num_rows, min_rows, pool.num_threads())};
   pool.Run(batch >= kMinSharedTokens, PrepareTokens, &work);
-  pool.Run(num_rows * row_bytes > kInlineBytes, MultiplyRows, &work);
+  pool.Run(num_rows * row_bytes > kMatvecInlineBytes, MultiplyRows, &work);
 }
 
 // The products for `batch` tokens from number `first` on.
@@ -169,7 +166,7 @@ uint32_t StreamSum(const void* data, int64_t bytes, const RowKernels& kernels, T
   const int64_t num_words = bytes / kWordBytes;
   StreamWork work{static_cast<const uint32_t*>(data), kernels,
                   Chunks(num_words, kMinChunkBytes / kWordBytes, pool.num_threads())};
-  pool.Run(bytes > kInlineBytes, StreamChunks, &work);
+  pool.Run(bytes > kMatvecInlineBytes, StreamChunks, &work);
   uint32_t last = 0;
   if (const int64_t rest = bytes % kWordBytes; rest > 0) {
     memcpy(&last, static_cast<const char*>(data) + num_words * kWordBytes, rest);

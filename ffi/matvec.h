@@ -9,6 +9,9 @@
 
 namespace pjax {
 
+// Bytes read below which a product stays on its thread: about 10 us of work, less than waking a worker takes.
+constexpr int64_t kMatvecInlineBytes = 128 * 1024;
+
 struct MatvecArgs {
   const void* weight;  // the first of `rows` rows of `columns` weights, as RowKernels has them
   int64_t row_stride;  // bytes from one row to the next

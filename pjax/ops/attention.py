@@ -46,8 +46,8 @@ def decode_attention(
             one position to the next; None turns none.
         attention_factor: multiplies the turned entries.
         slopes: float32 [heads], subtracted from a score per token of distance, before scaling; or None.
-        first_slot: sequence i has slot `first_slot + i` of the caches, which may hold more than this batch:
-            all layers' rows in one array cost a program 5 us less a token than an array each.
+        first_slot: sequence i has slot `first_slot + i` of the caches, which may hold more than this batch,
+            as all layers' rows: each array that a program gives back costs it 6 us a token.
         window: keys that a query sees, itself included; None for all.
         implementation: "reference", "cpu", or None: by the platform the program is lowered for.
 
